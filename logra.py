@@ -1,0 +1,1118 @@
+"""LoGRA: reinforcement learning of language models with low-rank gradient sketches.
+
+A dense gradient G and two Adam moments cost three times the memory of the weights.  LoGRA
+(arXiv 2610.06647) keeps none of them.  For each linear layer, with N tokens,
+
+    Y  = X W^T                           the layer, W [d_out, d_in]
+    G  = dY^T X                          its gradient, never formed
+    A  = +-1/sqrt(r)                     random signs [r, d_in], E[A^T A] = I, new each update
+    S  = G A^T = dY^T (X A^T)            the sketch [d_out, r]: all that backward keeps
+    v  = b2 v + (1 - b2) mean_j S_ij^2   RowAdam: one second moment a row
+    D  = S_i / (sqrt(v_i) + eps)         each layer scaled back to its own norm ||S||
+    U  = D * update_ratio * ||W|| / ||D A||          all layers together
+    z' = d/da logits(W - a U A)          one forward-mode pass, at a = 0
+    KL = mean over tokens of Var_p(z' / T) / 2       predicted for a step of 1
+    alpha = min(alpha_max, sqrt(budget / KL))        as far as the KL budget lets it go
+    F  = bfloat16(alpha U)
+    W  = W - F A                         trainer and generator alike: the wire carries F
+
+    W [d_out, d_in] weight           X [N, d_in] input        Y [N, d_out] output
+    A [r, d_in] projection           S D U F [d_out, r]       v [d_out] second moments
+    alpha step, T temperature        G answers a prompt (group size; G is also the gradient)
+
+    sketches = attach_sketches(model, rank=256)             # 2  what is trained, what is frozen
+    optimizer = LoGRA(sketches, update_ratio=6e-5)          # 3
+    control = KLControl(budget=2e-4)                        # 4
+    loss.backward()                                         #    a SUM over tokens
+    optimizer.propose(tokens)                               #    S -> U
+    curve, _ = predict_kl(model, sketches, probe)           #    predicted KL of that U
+    factors = optimizer.step(control.scale(curve, update))  #    W -= F A, and a new A
+
+Each section uses only what stands above it: 1 Projection, 2 Sketch, 3 RowAdam, 4 Predicted KL,
+5 GRPO objective, 6 Generation and sync, 7 the loop.  Sections 1-5 need torch alone.
+
+Papers: LoGRA 2610.06647, GRPO 2402.03300, Dr. GRPO 2503.20783, DAPO 2503.14476.
+"""
+
+import contextlib
+import functools
+import hashlib
+import importlib
+import math
+import os
+import resource
+import sys
+import time
+from bisect import bisect_left
+from dataclasses import dataclass, field
+
+import torch
+import torch.autograd.forward_ad as forward_ad
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+# ------------------------------------------------------------------------------------------------
+# 1  Projection: A is a pure function of (seed, update // refresh, key); it is never sent or saved
+# ------------------------------------------------------------------------------------------------
+
+# The layers of one width share one A; the key is that width.  Each sketch stays unbiased, since
+# E[A^T A] = I holds layer by layer, and a whole model needs two or three matrices, not hundreds.
+
+
+def stable_seed(*parts) -> int:
+    """A 63-bit seed from anything printable: the same on every machine, rank and Python."""
+    digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def random_words(seed: int, n: int, device="cpu") -> torch.Tensor:
+    """n random 64-bit words [n], word i = splitmix64(seed, i) (Steele et al., OOPSLA 2014).
+
+    Integer arithmetic wraps alike everywhere, so the bits do not depend on the device, nor on how
+    torch's own generators are written; and no state is shared with anything else.
+    """
+
+    def signed(constant):  # torch has no unsigned 64-bit product; two's complement is the same
+        return constant - (1 << 64) if constant >> 63 else constant
+
+    def shift(x, bits):  # a logical shift right
+        return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+    x = torch.arange(1, n + 1, device=device) * signed(0x9E3779B97F4A7C15) + seed
+    x = (x ^ shift(x, 30)) * signed(0xBF58476D1CE4E5B9)
+    x = (x ^ shift(x, 27)) * signed(0x94D049BB133111EB)
+    return x ^ shift(x, 31)
+
+
+def random_uniform(seed: int, n: int) -> torch.Tensor:
+    """n numbers in (0, 1), float64 [n]: the top 53 bits of each word, never 0 and never 1."""
+    return (((random_words(seed, n) >> 11) & ((1 << 53) - 1)).double() + 0.5) * 2.0**-53
+
+
+def projection_seed(seed: int, update: int, key, refresh: int = 1) -> int:
+    """The seed of one projection.  refresh = updates that share an A; 0 = never redrawn."""
+    return stable_seed("projection", seed, update // refresh if refresh else 0, key)
+
+
+def make_projection(rank, d_in, seed, kind="rademacher", device="cpu", dtype=torch.float32):
+    """A [rank, d_in] with E[A^T A] = I: signs +-1/sqrt(rank), or N(0, 1/rank) (method, 1).
+
+    Signs cost one bit each: 64 of them are drawn as one word.  Raises ValueError on another kind.
+    """
+    n = rank * d_in
+    if kind == "rademacher":
+        octets = random_words(seed, (n + 63) // 64, device).view(torch.uint8)  # [n / 8]
+        bits = (octets[:, None] >> torch.arange(8, dtype=torch.uint8, device=device)) & 1
+        A = bits.flatten()[:n].to(dtype).mul_(2).sub_(1)  # exact in every dtype: -1 or +1
+    elif kind == "gaussian":  # drawn on the CPU in float64: erfinv is not the same everywhere
+        A = (torch.erfinv(2 * random_uniform(seed, n) - 1) * math.sqrt(2)).to(device, dtype)
+    else:
+        raise ValueError(f"projection must be rademacher or gaussian, not {kind!r}")
+    return A.mul_(rank**-0.5).view(rank, d_in)
+
+
+def subtract_factor(W: torch.Tensor, factor: torch.Tensor, A: torch.Tensor) -> None:
+    """W <- W - F A in place: the one line that trainer and generator must run alike, to the bit.
+
+    W [d_out, d_in] float32, F [d_out, r] bfloat16, A [r, d_in].  No [d_out, d_in] temporary.
+    """
+    W.addmm_(factor.to(W.dtype), A.to(W.dtype), alpha=-1)
+
+
+# ------------------------------------------------------------------------------------------------
+# 2  Sketch: backward adds dY^T (X A^T) to S; weight.grad never exists
+# ------------------------------------------------------------------------------------------------
+
+
+class SketchLinear(torch.autograd.Function):
+    """Y = X W^T + b whose backward adds dY^T (X A^T) to S instead of forming dY^T X (method, 1).
+
+    Forward saves P = X A^T [N, r]; X [N, d_in] is not kept.  S sums over micro-batches, in its own
+    dtype (float32) whatever the compute dtype is.
+    """
+
+    @staticmethod
+    def forward(ctx, X, W, bias, A, S):
+        P = torch.matmul(X.detach().flatten(0, -2), A.T.to(X.dtype))  # [N, r]
+        ctx.save_for_backward(W, P)
+        ctx.S = S
+        return F.linear(X, W, bias)  # [..., d_out]
+
+    @staticmethod
+    def backward(ctx, dY):
+        W, P = ctx.saved_tensors
+        dY_rows = dY.flatten(0, -2)  # [N, d_out]
+        ctx.S.addmm_(dY_rows.T.to(ctx.S.dtype), P.to(ctx.S.dtype))
+        dX = dY @ W.to(dY.dtype) if ctx.needs_input_grad[0] else None
+        return dX, None, None, None, None
+
+
+def dual_linear(X, W, bias, A, U):
+    """Y = X W^T + b with its derivative along W(a) = W - a U A at a = 0 (method, 3).
+
+    Y' = X' W^T - (X A^T) U^T, and primal and tangent share one product with W: [X; X'] W^T.
+    X may be a dual tensor; the dual Y is returned.
+    """
+    X, tangent = forward_ad.unpack_dual(X)
+    both = X if tangent is None else torch.stack([X, tangent])
+    Y = F.linear(both, W)  # [(2,) ..., d_out]
+    Y, dY = (Y, 0) if tangent is None else Y.unbind(0)
+    dY = dY - (torch.matmul(X, A.T.to(X.dtype)) @ U.T.to(Y.dtype)).to(Y.dtype)
+    return forward_ad.make_dual(Y if bias is None else Y + bias.to(Y.dtype), dY)
+
+
+def layer_path(name: str) -> str:
+    """The plain path of a module: checkpoint, FSDP and compile wrappers leave no trace in it."""
+    wrappers = ("_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod")
+    return ".".join(part for part in name.split(".") if part not in wrappers)
+
+
+def decoder_layers(model) -> torch.nn.ModuleList:
+    """The stack of decoder layers: the longest ModuleList.  Raises ValueError if there is none."""
+    stacks = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
+    if not stacks:
+        raise ValueError(f"{type(model).__name__} has no list of decoder layers")
+    return max(stacks, key=len)
+
+
+def find_targets(model, targets=()) -> dict:
+    """{path: nn.Linear} of the layers to train: every linear layer inside the decoder layers.
+
+    `targets` narrows them by the last part of the name, such as ("q_proj", "v_proj").  Raises
+    ValueError if a name matches nothing or nothing is left.
+    """
+    inside = {id(module) for module in decoder_layers(model).modules()}
+    found = {
+        layer_path(name): module
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear) and id(module) in inside
+    }
+    names = sorted({path.rpartition(".")[2] for path in found})
+    if missing := sorted(set(targets) - set(names)):
+        raise ValueError(f"no linear layer is called {', '.join(missing)}; there are {names}")
+    if targets:
+        found = {path: m for path, m in found.items() if path.rpartition(".")[2] in targets}
+    if not found:
+        raise ValueError(f"{type(model).__name__} has no nn.Linear in its decoder layers")
+    return found
+
+
+def freeze_all_but(model, layers: dict) -> str:
+    """Only the weights of `layers` are trained, not even their biases.  Returns a summary line."""
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    for module in layers.values():
+        module.weight.requires_grad_(True)
+    frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
+    biases = [p for name, p in frozen.items() if name.endswith("bias")]
+    return (
+        f"{len(layers)} linear layers ({sum(m.weight.numel() for m in layers.values()):,} weights)"
+        f" are trained; {len(frozen)} tensors ({sum(p.numel() for p in frozen.values()):,}) are"
+        f" frozen, among them {len(biases)} biases ({sum(p.numel() for p in biases):,})"
+    )
+
+
+class Sketches:
+    """The sketches of all target layers in one flat buffer, and the projections A they share.
+
+    buffer [sum d_out, r]   S while backward runs, U from propose() to step(); the layers stand in
+                            the order of their width, so that those who share an A are neighbours
+    rows {path: view}       the [d_out, r] of each layer in it
+    A {d_in: [r, d_in]}     the projections of the current update
+    """
+
+    def __init__(self, layers: dict, rank, seed=0, kind="rademacher", refresh=1):
+        if rank < 1:
+            raise ValueError(f"rank must be at least 1, not {rank}")
+        ordered = sorted(layers.items(), key=lambda item: item[1].in_features)
+        self.layers = dict(ordered)
+        self.settings = {"rank": rank, "seed": seed, "kind": kind, "refresh": refresh}
+        self.sizes = [module.out_features for module in self.layers.values()]
+        weight = ordered[0][1].weight
+        self.buffer = weight.new_zeros(sum(self.sizes), rank)  # [sum d_out, r]
+        self.rows = dict(zip(self.layers, self.buffer.split(self.sizes), strict=True))
+        self.probing = False
+        self.redraw(0)
+        for path, module in self.layers.items():
+            if module.weight.dtype not in (torch.float32, torch.float64):
+                raise ValueError(f"{path} is {module.weight.dtype}: small steps need float32")
+            module.forward = functools.partial(self.forward, path, module)
+
+    def forward(self, path, module, X):
+        """What a target layer computes, by what is asked: value, value and sketch, or tangent."""
+        A, rows = self.A[module.in_features], self.rows[path]
+        if self.probing:
+            return dual_linear(X, module.weight, module.bias, A, rows)
+        if not torch.is_grad_enabled():
+            return F.linear(X, module.weight, module.bias)
+        return SketchLinear.apply(X, module.weight, module.bias, A, rows)
+
+    def redraw(self, update: int) -> None:
+        """The projections of one update, from its number alone."""
+        self.A = {
+            d_in: draw_projection(d_in, update, self.buffer, **self.settings)
+            for d_in in sorted({module.in_features for module in self.layers.values()})
+        }
+
+    def widths(self):
+        """Pairs of A and the rows of the buffer that belong to it, one for each width."""
+        start = 0
+        for d_in, A in self.A.items():
+            n = sum(m.out_features for m in self.layers.values() if m.in_features == d_in)
+            yield A, self.buffer[start : start + n]
+            start += n
+
+    def detach(self) -> None:
+        """The model is as it was before attach_sketches, but for what was learned."""
+        for module in self.layers.values():
+            del module.forward
+
+
+def draw_projection(d_in, update, like, rank, seed, kind, refresh):
+    """A [rank, d_in] of one width at one update, on the device and in the dtype of `like`."""
+    seed = projection_seed(seed, update, f"in_features={d_in}", refresh)
+    return make_projection(rank, d_in, seed, kind, like.device, like.dtype)
+
+
+def attach_sketches(model, rank, targets=(), seed=0, kind="rademacher", refresh=1) -> Sketches:
+    """Replace the weight gradients of the target layers by sketches; freeze all else, and say so.
+
+    The modules stay, only their forward is replaced: state_dict() keys do not change.
+    Raises ValueError if nothing matches, if rank < 1, or if a target is not in float32.
+    """
+    layers = find_targets(model, targets)
+    sketches = Sketches(layers, rank, seed, kind, refresh)
+    print(f"rank {rank}: {freeze_all_but(model, layers)}", file=sys.stderr)
+    return sketches
+
+
+def checkpoint_layers(model) -> None:
+    """Activation checkpointing of every decoder layer, where gradients are recorded only."""
+
+    def wrap(forward):
+        def forward_or_checkpoint(*args, **kwargs):
+            if not torch.is_grad_enabled():
+                return forward(*args, **kwargs)
+            return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+        return forward_or_checkpoint
+
+    for layer in decoder_layers(model):
+        layer.forward = wrap(layer.forward)
+
+
+# ------------------------------------------------------------------------------------------------
+# 3  RowAdam: from the sketch S to the proposal U
+# ------------------------------------------------------------------------------------------------
+
+# No first moment: the next A spans another subspace, and a moment kept in the coordinates of an
+# A that is gone means nothing there.  The scale of a row survives the redraw.
+
+
+def row_adam(S, v, t, sizes, beta2=0.95, eps=1e-8, keep_layer_norm=True):
+    """S [sum d_out, r] becomes D in place; v [sum d_out] is updated in place (method, 2).
+
+        v_i <- b2 v_i + (1 - b2) mean_j S_ij^2
+        s_i  = 1 / (sqrt(v_i / (1 - b2^t)) + eps * mean_i sqrt(v_i / (1 - b2^t)))
+        s    = s / sqrt(mean(s^2)),   D = s_i S_ij,   D <- D * ||S||_F / ||D||_F
+
+    t counts updates from 1; sizes are the d_out of the layers.  Means and norms are each layer's
+    own.  A row that never had a gradient gets s = 0, so a sketch of zeros gives D = 0.
+    The norms of D follow from those of the rows, so S is read once and written once.
+    """
+    squares = torch.linalg.vector_norm(S, dim=1).square_()  # [sum d_out], = r mean_j S_ij^2
+    v.mul_(beta2).add_(squares, alpha=(1 - beta2) / S.shape[1])
+    root = (v / (1 - beta2**t)).sqrt_()
+    scales = []
+    for root_l, squares_l in zip(root.split(sizes), squares.split(sizes), strict=True):
+        s = torch.where(root_l > 0, 1 / (root_l + eps * root_l.mean()), 0)
+        s = s / s.square().mean().sqrt().clamp_min(torch.finfo(s.dtype).tiny)
+        if keep_layer_norm:
+            D_norm = (s.square() * squares_l).sum().sqrt()
+            s = s * (squares_l.sum().sqrt() / D_norm.clamp_min(torch.finfo(s.dtype).tiny))
+        scales.append(s)
+    return S.mul_(torch.cat(scales)[:, None])
+
+
+def projected_norm_squared(D, A) -> torch.Tensor:
+    """||D A||_F^2 = <D^T D, A A^T>: two r x r matrices in place of a d_out x d_in one."""
+    return ((D.T @ D).double() * (A @ A.T).double()).sum().clamp_min(0)
+
+
+class LoGRA(torch.optim.Optimizer):
+    """RowAdam on sketches, whose step length is left to the caller (arXiv 2610.06647).
+
+    update_ratio: ||U A|| / ||W|| over all layers, before alpha (dimensionless; the paper: 6e-5).
+    beta2, eps: decay of v per update, and the floor relative to a layer's mean root (0.95, 1e-8).
+    keep_layer_norm: whether each layer keeps the norm of its own sketch.
+
+    backward() any number of times, then propose(tokens), then step(alpha).
+    """
+
+    def __init__(self, sketches, update_ratio=6e-5, beta2=0.95, eps=1e-8, keep_layer_norm=True):
+        options = {"beta2": beta2, "eps": eps, "keep_layer_norm": keep_layer_norm}
+        weights = [module.weight for module in sketches.layers.values()]
+        super().__init__(weights, {"update_ratio": update_ratio, **options})
+        self.sketches, self.update_ratio, self.options = sketches, update_ratio, options
+        self.v = sketches.buffer.new_zeros(len(sketches.buffer))  # [sum d_out]
+        self.update = 0
+        self.sketch_norm = 0.0
+
+    @torch.no_grad()
+    def propose(self, tokens: int) -> None:
+        """S -> U in the buffer.  The loss was a sum over tokens; here is the one division by them.
+
+        tokens: generated tokens of the whole update, over all micro-batches.
+        Raises FloatingPointError if the sketch is not finite; no weight has moved then.
+        """
+        sketches = self.sketches
+        S = sketches.buffer.div_(tokens)
+        self.sketch_norm = torch.linalg.vector_norm(S).item()
+        if not math.isfinite(self.sketch_norm):
+            raise FloatingPointError(f"the sketch of update {self.update} is not finite")
+        row_adam(S, self.v, self.update + 1, sketches.sizes, **self.options)
+        D_norm = sum(projected_norm_squared(D, A) for A, D in sketches.widths()).sqrt().item()
+        W_norm = math.sqrt(sum(row_norms_squared(m.weight) for m in sketches.layers.values()))
+        sketches.buffer.mul_(self.update_ratio * W_norm / D_norm if D_norm else 0.0)
+
+    @torch.no_grad()
+    def step(self, alpha: float = 1.0) -> dict:
+        """W <- W - F A with F = bfloat16(alpha U), then S = 0 and a new A.
+
+        Returns {path: F}, which with the number of the update is all a generator needs.
+        """
+        sketches = self.sketches
+        flat = sketches.buffer.mul_(alpha).to(torch.bfloat16)
+        factors = dict(zip(sketches.layers, flat.split(sketches.sizes), strict=True))
+        for path, module in sketches.layers.items():
+            subtract_factor(module.weight, factors[path], sketches.A[module.in_features])
+        self.update += 1
+        sketches.buffer.zero_()
+        sketches.redraw(self.update)
+        return factors
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget what backward has added since the last step."""
+        self.sketches.buffer.zero_()
+
+    def state_dict(self) -> dict:
+        """Tensors and plain numbers: loads with torch.load(..., weights_only=True)."""
+        return {"update": self.update, "v": self.v, "settings": self.sketches.settings}
+
+    def load_state_dict(self, state: dict) -> None:
+        """Raises ValueError if the state was made with another rank, seed, kind or refresh."""
+        for key, value in self.sketches.settings.items():
+            if state["settings"].get(key) != value:
+                was = state["settings"].get(key)
+                raise ValueError(f"the checkpoint has {key} {was}, this run has {key} {value}")
+        if state["v"].shape != self.v.shape:
+            raise ValueError(f"the checkpoint has {len(state['v'])} rows, not {len(self.v)}")
+        self.update = state["update"]
+        self.v.copy_(state["v"])
+        self.sketches.buffer.zero_()
+        self.sketches.redraw(self.update)
+
+
+def row_norms_squared(W) -> float:
+    """||W||_F^2 in float64, row by row: no temporary, and no float32 sum over millions."""
+    return torch.linalg.vector_norm(W.detach(), dim=1).double().square().sum().item()
+
+
+class DenseAdamW(torch.optim.AdamW):
+    """The control: AdamW on the dense gradients of the same weights, driven by the same loop."""
+
+    def __init__(self, layers: dict, lr=1e-6):
+        self.layers, self.update, self.sketch_norm = layers, 0, 0.0
+        super().__init__([m.weight for m in layers.values()], lr, (0.9, 0.95), weight_decay=0)
+
+    @torch.no_grad()
+    def propose(self, tokens: int) -> None:
+        """The one division by tokens.  Raises FloatingPointError if a gradient is not finite."""
+        grads = [module.weight.grad.div_(tokens) for module in self.layers.values()]
+        self.sketch_norm = torch.nn.utils.get_total_norm(grads).item()
+        if not math.isfinite(self.sketch_norm):
+            raise FloatingPointError(f"the gradient of update {self.update} is not finite")
+
+    def step(self, alpha: float = 1.0) -> None:
+        """AdamW has a length of its own; alpha is not looked at."""
+        super().step()
+        self.zero_grad()
+        self.update += 1
+
+
+# ------------------------------------------------------------------------------------------------
+# 4  Predicted KL: how far the policy will move, before it moves
+# ------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Sample:
+    """One generated answer.  `row` and `index` belong to the caller, the rest is filled in turn."""
+
+    prompt: list  # token ids
+    completion: list  # token ids, the end-of-sequence token included
+    logprobs: list  # of the completion, as the engine sampled it
+    finished: bool  # ended by itself, not cut at max_new_tokens
+    row: dict = field(default_factory=dict)
+    index: int = 0
+    reward: float = 0.0
+    advantage: float = 0.0
+    old_logprobs: torch.Tensor | None = None  # the trainer's own, at the batch's first update
+
+
+def micro_batches(samples, size: int) -> list:
+    """Lists of at most `size` samples, of like lengths so that little is padding."""
+    ordered = sorted(samples, key=lambda s: len(s.prompt) + len(s.completion))
+    return [ordered[i : i + size] for i in range(0, len(ordered), size)]
+
+
+def response_hidden(model, samples, device):
+    """Final hidden states that predict the generated tokens, [n, H], and those tokens, [n].
+
+    Rows are padded on the right: a causal model then needs no mask, and what is prompt, answer or
+    padding is known by position.  No token's value ever decides what is in the loss.
+    """
+    rows = [torch.tensor(s.prompt + s.completion) for s in samples]
+    ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).to(device)  # [B, L]
+    generated = torch.zeros_like(ids, dtype=torch.bool)
+    for i, s in enumerate(samples):
+        generated[i, len(s.prompt) : len(s.prompt) + len(s.completion)] = True
+    hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state  # [B, L, H]
+    return hidden[:, :-1][generated[:, 1:]], ids[generated]  # position t - 1 predicts token t
+
+
+def blockwise_attention(module, query, key, value, mask, scaling, softcap=None, **_):
+    """Softmax attention in plain operations, so that forward-mode AD goes through it.
+
+    query [B, heads, L, d], key and value [B, kv_heads, L, d], mask added to the scores.  In blocks
+    of 512 queries: no [L, L] matrix, nor its tangent, exists for a whole sequence.
+    """
+    repeats = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+    blocks = []
+    for start in range(0, query.shape[2], 512):
+        scores = query[:, :, start : start + 512] @ key.transpose(2, 3) * scaling
+        scores = scores if softcap is None else torch.tanh(scores / softcap) * softcap
+        scores = scores + mask[:, :, start : start + 512]  # [B, heads, 512, L]
+        blocks.append(scores.float().softmax(-1).to(value.dtype) @ value)
+    return torch.cat(blocks, 2).transpose(1, 2).contiguous(), None  # [B, L, heads, d]
+
+
+@contextlib.contextmanager
+def probe_attention(model):
+    """Inside, the model attends by blockwise_attention; outside, as before, also after an error."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    ALL_ATTENTION_FUNCTIONS.register("logra_probe", blockwise_attention)
+    ALL_MASK_ATTENTION_FUNCTIONS.register("logra_probe", eager_mask)
+    before = model.config._attn_implementation
+    model.set_attn_implementation("logra_probe")
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+
+
+def phi(x):
+    """e^x - 1 - x, without the cancellation near 0: a series where |x| < 0.1."""
+    series = x * x * (1 / 2 + x * (1 / 6 + x * (1 / 24 + x * (1 / 120 + x / 720))))
+    return torch.where(x.abs() < 0.1, series, torch.expm1(x) - x)
+
+
+def quadratic_kl(z, dz, temperature):
+    """KL of a step of 1 to second order, summed over positions: Var_p(z' / T) / 2 (method, 3).
+
+    z, dz [n, V]: logits and their derivative; p = softmax(z / T).
+    """
+    p = (z / temperature).softmax(-1)
+    u = dz / temperature
+    u = u - (p * u).sum(-1, keepdim=True)
+    return (p * u.square()).sum() / 2
+
+
+def linearised_kl(z, dz, temperature, steps):
+    """KL(p || softmax((z + a z') / T)) for each a in steps, summed over positions.
+
+    The softmax is kept whole, only the network is linearised.  With u = (z' - E_p z') / T it is
+    log(1 + sum_v p_v phi(a u_v)), which cannot be negative; the naive form is worthless below 1e-6.
+    """
+    p = (z / temperature).softmax(-1)
+    u = dz / temperature
+    u = u - (p * u).sum(-1, keepdim=True)
+    sums = [(p * phi((a * u).clamp(max=80))).sum(-1).log1p().sum() for a in steps]
+    return torch.stack(sums)
+
+
+def exact_kl(z, z_after, temperature):
+    """KL(p || q) summed over positions, p = softmax(z / T) before a step, q after it."""
+    log_p, log_q = (z / temperature).log_softmax(-1), (z_after / temperature).log_softmax(-1)
+    return (log_p.exp() * phi(log_q - log_p)).sum()
+
+
+@torch.no_grad()
+def predict_kl(model, sketches, probe, temperature=1.0, steps=None, micro_batch=1, chunk=512):
+    """The KL that W - a U A would cause, from one forward-mode pass over all layers at once.
+
+    probe: Samples; steps: None for the quadratic predictor, or the grid of a at which the KL of
+    the linearised policy is taken.  sketches: None (a dense control) predicts nothing.
+    Returns the curve (list of a, list of mean KL per generated token) and the probe's final hidden
+    states, from which realised_kl tells later what came of it.
+    Memory: `micro_batch` answers in the model, `chunk` positions in the head.
+    """
+    head, device = model.get_output_embeddings(), model.device
+    total, count, hidden_before = 0.0, 0, []
+    with probe_attention(model), forward_ad.dual_level():
+        for samples in micro_batches(probe, micro_batch):
+            with probing(sketches):
+                hidden, _ = response_hidden(model, samples, device)  # [n, H], dual
+            hidden_before.append(forward_ad.unpack_dual(hidden).primal)
+            count += len(hidden)
+            for h in hidden.split(chunk) if sketches else ():
+                z, dz = (x.float() for x in forward_ad.unpack_dual(head(h)))  # [chunk, V]
+                if steps is None:
+                    total = total + quadratic_kl(z, dz, temperature)[None]
+                else:
+                    total = total + linearised_kl(z, dz, temperature, steps)
+    curve = (list(steps or [1.0]), (total / count).tolist()) if sketches else None
+    return curve, hidden_before
+
+
+@contextlib.contextmanager
+def probing(sketches):
+    """Inside, the target layers carry the derivative along -U A."""
+    if sketches:
+        sketches.probing = True
+    try:
+        yield
+    finally:
+        if sketches:
+            sketches.probing = False
+
+
+@torch.no_grad()
+def realised_kl(model, probe, hidden_before, temperature=1.0, micro_batch=1, chunk=512) -> float:
+    """KL(before || after), mean per generated token of the probe, by the same path as predict_kl.
+
+    The head is frozen, so logits before the step are made again from its hidden states.
+    """
+    head, total = model.get_output_embeddings(), 0.0
+    with probe_attention(model):
+        for samples, before in zip(micro_batches(probe, micro_batch), hidden_before, strict=True):
+            after, _ = response_hidden(model, samples, model.device)  # [n, H]
+            for h, h_after in zip(before.split(chunk), after.split(chunk), strict=True):
+                total += exact_kl(head(h).float(), head(h_after).float(), temperature).item()
+    return total / sum(map(len, hidden_before))
+
+
+def interpolate(x, xs, ys, slope):
+    """y at x, linear in log x and log y between the points, y ~ x^slope beyond them."""
+    i = bisect_left(xs, x)
+    if 0 < i < len(xs):
+        slope = math.log(ys[i] / ys[i - 1]) / math.log(xs[i] / xs[i - 1])
+    i = max(i - 1, 0)
+    return ys[i] * (x / xs[i]) ** slope
+
+
+def kl_at(curve, alpha: float) -> float:
+    """The predicted KL of a step of alpha; KL ~ alpha^2 beyond the points of the curve."""
+    steps, kls = curve
+    return interpolate(alpha, steps, kls, 2) if min(kls) > 0 and alpha > 0 else 0.0
+
+
+class KLControl:
+    """The KL budget of each update, and the step that spends it (method, 3; paper's values).
+
+    budget -> final_budget: cosine over `updates` updates, both ends included; constant after.
+    alpha_max bounds the step.  enabled=False always takes a step of 1.
+    mismatch: how much trainer and engine differ before any step, an average of what observe() is
+    told; it is taken off the budget, down to one half.
+    """
+
+    def __init__(self, budget=2e-4, final_budget=2e-5, updates=300, alpha_max=3.0, enabled=True):
+        self.ends, self.updates, self.alpha_max = (budget, final_budget), updates, alpha_max
+        self.enabled, self.mismatch = enabled, 0.0
+
+    def budget(self, update: int) -> float:
+        """The KL per token that update number `update` (from 0) may spend."""
+        first, last = self.ends
+        done = min(update / max(self.updates - 1, 1), 1.0)
+        budget = last + (first - last) * (1 + math.cos(math.pi * done)) / 2
+        return max(budget - self.mismatch, budget / 2)
+
+    def observe(self, difference: float) -> None:
+        """difference: mean of log p_engine - log p_trainer over tokens of finished answers."""
+        self.mismatch = 0.7 * self.mismatch + 0.3 * max(0.0, difference)
+
+    def scale(self, curve, update: int) -> float:
+        """alpha = min(alpha_max, the step at which the predicted KL is the budget).
+
+        The quadratic predictor's curve is one point, and then this is sqrt(budget / KL).
+        Raises FloatingPointError if a prediction is negative or not finite.
+        """
+        steps, kls = curve
+        if not all(0 <= kl < math.inf for kl in kls):
+            raise FloatingPointError(f"the predicted KL of update {update} is {kls}")
+        if not self.enabled or min(kls) == 0:
+            return 1.0  # nothing moves, so any step will do
+        return min(self.alpha_max, interpolate(self.budget(update), kls, steps, 1 / 2))
+
+    def grid(self) -> list:
+        """Sixteen steps for the linearised predictor, down to a thousandth of alpha_max."""
+        return [self.alpha_max * 1024 ** (i / 15 - 1) for i in range(16)]
+
+
+# ------------------------------------------------------------------------------------------------
+# 5  GRPO objective
+# ------------------------------------------------------------------------------------------------
+
+
+def group_advantages(rewards: torch.Tensor, divide_by_std: bool = True) -> torch.Tensor:
+    """Advantages [P, G] of the G answers to each of P prompts (GRPO 2402.03300, 4.1).
+
+    (reward - mean) / std of the group; without the std: Dr. GRPO.  A group of equal rewards, or
+    of one answer, teaches nothing and gets exactly 0.
+    """
+    rewards = rewards.double()
+    centred = rewards - rewards.mean(1, keepdim=True)
+    std = rewards.std(1, correction=0, keepdim=True)
+    alive = std > 1e-9 * rewards.abs().amax(1, keepdim=True)
+    return torch.where(alive, centred / std if divide_by_std else centred, 0.0)
+
+
+def token_logprobs(hidden, head, ids, temperature, chunk=512):
+    """log p(ids) [n] under softmax(head(hidden) / T), hidden [n, H].
+
+    `chunk` positions at a time, made again in backward: no [n, V] matrix ever exists.
+    """
+
+    def logprobs(h, i):
+        z = head(h).float() / temperature  # [chunk, V]
+        return z.gather(1, i[:, None]).squeeze(1) - z.logsumexp(1)
+
+    pieces = zip(hidden.split(chunk), ids.split(chunk), strict=True)
+    again = functools.partial(checkpoint, logprobs, use_reentrant=False, preserve_rng_state=False)
+    return torch.cat([again(h, i) for h, i in pieces])
+
+
+def policy_loss(logp, old_logp, engine_logp, advantages, clip_low, clip_high, max_weight=2.0):
+    """The loss SUMMED over tokens; all arguments [n], one entry a generated token.
+
+        ratio = exp(logp - old_logp)                       1 at the first update of a batch
+        w     = min(exp(old_logp - engine_logp), 2)        truncated importance sampling
+        loss  = -sum w min(ratio adv, clip(ratio, 1 - clip_low, 1 + clip_high) adv)
+
+    Clipping with two bounds is DAPO's (2503.14476, 3.1); the sum over all tokens of the step, to
+    be divided once by their number, its token-level loss (3.3).
+    """
+    ratio = (logp - old_logp).exp()
+    weight = (old_logp - engine_logp).exp().clamp(max=max_weight)
+    clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
+    return -(weight * torch.minimum(ratio * advantages, clipped * advantages)).sum()
+
+
+# ------------------------------------------------------------------------------------------------
+# 6  Generation and sync
+# ------------------------------------------------------------------------------------------------
+
+
+def hide_broken_packages() -> None:
+    """Make Python believe that torchvision and its kin are absent, where importing them fails.
+
+    Beside a CPU build of torch, pip installs a torchvision built for CUDA; importing it raises and
+    takes transformers and vLLM down.  Both do without it.  Call before importing either.
+    """
+    for name in ("torchvision", "torchaudio", "torchcodec"):
+        try:
+            importlib.import_module(name)
+        except Exception:  # whatever it raises, the package is of no use
+            for loaded in [m for m in sys.modules if m.split(".")[0] == name]:
+                del sys.modules[loaded]
+            sys.modules[name] = None
+
+
+class SketchSync:
+    """What a vLLM worker learns of LoGRA: redraw A, subtract F A (method, 4).
+
+    vLLM mixes this class into its worker.  Engines in bfloat16 keep a float32 master of the target
+    weights on the host and round it: a step of 6e-5 is far below half a unit of a bfloat16 and
+    would vanish if it were subtracted in place.
+    """
+
+    def sync_weights(self, weights: dict, settings: dict) -> None:
+        """Take the trainer's float32 weights {path: W} whole: at the start, and for --sync full.
+
+        Raises RuntimeError if a layer is not in this engine or has another shape.
+        """
+        self.logra_settings, self.logra_masters = settings, {}
+        modules = dict(self.get_model().named_modules())
+        for path, W in weights.items():
+            view = engine_rows(self.get_model(), modules, path)
+            if view.shape != W.shape:
+                raise RuntimeError(f"{path}: engine {list(view.shape)}, trainer {list(W.shape)}")
+            same = view.dtype == W.dtype
+            self.logra_masters[path] = view if same else W.detach().to("cpu", copy=True)
+            view.copy_(W)
+
+    def sync_factors(self, factors: dict, update: int) -> None:
+        """W <- W - F A for {path: F}, A redrawn from the number of the update, then round.
+
+        Raises RuntimeError unless every target layer is written.
+        """
+        if factors.keys() != self.logra_masters.keys():
+            missed = sorted(factors.keys() ^ self.logra_masters.keys())
+            raise RuntimeError(f"target layers and factors differ: {missed}")
+        modules, projections = dict(self.get_model().named_modules()), {}
+        for path, factor in factors.items():
+            view, master = engine_rows(self.get_model(), modules, path), self.logra_masters[path]
+            d_in = master.shape[1]
+            W = master.to(factor.device)  # the product is made where the trainer made it
+            if d_in not in projections:
+                projections[d_in] = draw_projection(d_in, update, W, **self.logra_settings)
+            subtract_factor(W, factor, projections[d_in])
+            for copy in (master, view):
+                if copy.data_ptr() != W.data_ptr():
+                    copy.copy_(W)
+
+    def sync_read(self) -> dict:
+        """{path: weights} as the engine computes with them."""
+        modules = dict(self.get_model().named_modules())
+        return {p: engine_rows(self.get_model(), modules, p).clone() for p in self.logra_masters}
+
+
+def engine_rows(engine_model, modules: dict, path: str) -> torch.Tensor:
+    """The rows of vLLM's parameter for the layer `path`; q, k, v and gate, up are fused there.
+
+    Raises RuntimeError if there is no such layer.
+    """
+    if path in modules:
+        return modules[path].weight.data
+    parent, _, leaf = path.rpartition(".")
+    for fused, parts in getattr(engine_model, "packed_modules_mapping", {}).items():
+        module = modules.get(f"{parent}.{fused}")
+        if leaf in parts and module is not None:
+            sizes, i = module.output_partition_sizes, parts.index(leaf)
+            return module.weight.data.narrow(0, sum(sizes[:i]), sizes[i])
+    raise RuntimeError(f"the engine has no layer {path}: its weights would not be updated")
+
+
+class VLLMGenerator:
+    """The policy in a vLLM engine in this process.  Token ids in, token ids out, never text.
+
+    generate(prompts, seeds, ...) -> Samples, one for each prompt and seed
+    update(factors, update)          W -= F A in the engine
+    load(weights)                    the weights whole
+    """
+
+    def __init__(self, model_dir, eos_ids, max_length, settings, dtype="float32", kv_gib=1.0):
+        on_cpu = not torch.cuda.is_available()
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # tensors pass by reference
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        if on_cpu:  # enforce_eager below leaves nothing for the compiler but 12 s of start-up
+            os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+        hide_broken_packages()
+        import vllm
+        import vllm.model_executor.layers.utils as layer_utils
+        import vllm.model_executor.models.registry as registry
+
+        # The registry looks at the model class in a second interpreter, which costs seconds and
+        # meets the broken torchvision again.  Here it looks for itself.
+        registry._run_in_subprocess = lambda function: function()
+        if on_cpu:  # or vLLM packs the weights away, and writing to them changes nothing
+            layer_utils.dispatch_cpu_unquantized_gemm = plain_cpu_linear
+        self.vllm, self.eos_ids, self.settings = vllm, list(eos_ids), settings
+        self.llm = vllm.LLM(
+            str(model_dir),
+            dtype=dtype,
+            seed=0,
+            max_model_len=max_length,
+            max_num_seqs=256,
+            enforce_eager=on_cpu,
+            kv_cache_memory_bytes=int(kv_gib * 2**30),
+            logprobs_mode="processed_logprobs",  # after the temperature: what was sampled from
+            generation_config="vllm",  # not the model's: every sampling field is set below
+            skip_tokenizer_init=True,
+            use_tqdm_on_load=False,
+            worker_extension_cls="logra.SketchSync",
+        )
+
+    def generate(self, prompts, seeds, max_new_tokens, temperature=1.0) -> list:
+        """One Sample for each prompt (token ids) and seed; temperature 0 is greedy."""
+        self.llm.reset_prefix_cache()  # so that what came before cannot matter, not even by a bit
+        params = [
+            self.vllm.SamplingParams(
+                max_tokens=max_new_tokens,
+                temperature=temperature,
+                seed=seed,
+                top_p=1.0,
+                top_k=0,
+                min_p=0.0,
+                presence_penalty=0.0,
+                frequency_penalty=0.0,
+                repetition_penalty=1.0,
+                stop_token_ids=self.eos_ids,
+                logprobs=0,
+                flat_logprobs=True,
+                detokenize=False,
+            )
+            for seed in seeds
+        ]
+        requests = [{"prompt_token_ids": ids} for ids in prompts]
+        outputs = [o.outputs[0] for o in self.llm.generate(requests, params, use_tqdm=False)]
+        return [
+            Sample(ids, list(o.token_ids), list(o.logprobs.logprobs), o.finish_reason == "stop")
+            for ids, o in zip(prompts, outputs, strict=True)
+        ]
+
+    def update(self, factors: dict, update: int) -> int:
+        """Apply one update by its factors.  Returns the bytes that a wire would carry."""
+        self.llm.collective_rpc("sync_factors", args=(factors, update))
+        self.llm.reset_prefix_cache()  # keys and values of the old weights
+        return sum(f.numel() * f.element_size() for f in factors.values())
+
+    def load(self, weights: dict) -> int:
+        """Replace the target weights whole.  Returns the bytes that a wire would carry."""
+        self.llm.collective_rpc("sync_weights", args=(weights, self.settings))
+        self.llm.reset_prefix_cache()
+        return sum(W.numel() * W.element_size() for W in weights.values())
+
+    def read(self) -> dict:
+        """{path: weights} of the target layers as the engine has them."""
+        return self.llm.collective_rpc("sync_read")[0]
+
+
+def plain_cpu_linear(layer, remove_weight) -> None:
+    """vLLM's choice of a CPU kernel, made once: the one that reads the weight it is given."""
+    layer.cpu_linear = F.linear
+
+
+class HFGenerator:
+    """The same methods on the trainer's own model, for machines without vLLM and as an oracle."""
+
+    def __init__(self, model, eos_ids):
+        self.model, self.eos_ids = model, torch.tensor(list(eos_ids), device=model.device)
+
+    @torch.no_grad()
+    def generate(self, prompts, seeds, max_new_tokens, temperature=1.0, rows=256) -> list:
+        """As VLLMGenerator.generate, `rows` prompts at a time."""
+        if len(prompts) > rows:
+            rest = self.generate(prompts[rows:], seeds[rows:], max_new_tokens, temperature)
+            prompts, seeds = prompts[:rows], seeds[:rows]
+            return self.generate(prompts, seeds, max_new_tokens, temperature) + rest
+        device = self.model.device
+        length = max(map(len, prompts))
+        ids = torch.tensor([[0] * (length - len(p)) + p for p in prompts], device=device)
+        mask = torch.tensor([[0] * (length - len(p)) + [1] * len(p) for p in prompts])
+        mask = mask.to(device)  # [B, L], padded on the left so that all rows grow at their end
+        draws = torch.stack([random_uniform(seed, max_new_tokens) for seed in seeds]).to(device)
+        done = torch.zeros(len(prompts), dtype=torch.bool, device=device)
+        tokens, logps, cache = [], [], None
+        for t in range(max_new_tokens):
+            places = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+            out = self.model(
+                ids, attention_mask=mask, position_ids=places, past_key_values=cache, use_cache=True
+            )
+            cache, z = out.past_key_values, out.logits[:, -1].float()  # [B, V]
+            logp = (z / (temperature or 1.0)).log_softmax(-1)
+            # Inverse of the cumulative distribution: one uniform number a token, none shared.
+            heap = logp.double().exp().cumsum(-1)
+            ids = torch.searchsorted(heap, draws[:, t, None] * heap[:, -1:])  # [B, 1]
+            ids = ids if temperature else z.argmax(-1, keepdim=True)
+            tokens.append(ids)
+            logps.append(logp.gather(1, ids))
+            mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
+            done |= torch.isin(ids[:, 0], self.eos_ids)
+            if done.all():
+                break
+        tokens, logps = torch.cat(tokens, 1), torch.cat(logps, 1).tolist()
+        ends = torch.isin(tokens, self.eos_ids).tolist()
+        samples = []
+        for prompt, ids, logp, end in zip(prompts, tokens.tolist(), logps, ends, strict=True):
+            n = end.index(True) + 1 if True in end else len(end)
+            samples.append(Sample(prompt, ids[:n], logp[:n], True in end))
+        return samples
+
+    def update(self, factors: dict, update: int) -> int:
+        """Nothing to send: the weights are the trainer's."""
+        return 0
+
+    def load(self, weights: dict) -> int:
+        """Nothing to send: the weights are the trainer's."""
+        return 0
+
+
+# ------------------------------------------------------------------------------------------------
+# 7  The loop
+# ------------------------------------------------------------------------------------------------
+
+
+class Clock:
+    """Seconds by phase: each lap goes to the name it is given."""
+
+    def __init__(self):
+        self.seconds, self.last = {}, time.perf_counter()
+
+    def lap(self, phase: str) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        now = time.perf_counter()
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self.last
+        self.last = now
+
+
+def peak_gib() -> float:
+    """Peak memory since the last call, GiB: the CUDA allocator's, else this process's RSS."""
+    if torch.cuda.is_available():
+        peak = torch.cuda.max_memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        return peak / 2**30
+    try:
+        with open("/proc/self/status") as status:
+            kib = next(int(line.split()[1]) for line in status if line.startswith("VmHWM"))
+        with open("/proc/self/clear_refs", "w") as reset:
+            reset.write("5")  # Linux: start the high-water mark anew
+    except OSError:
+        kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return kib / 2**20
+
+
+def grpo(
+    model,
+    generator,
+    optimizer,
+    control,
+    draw,  # draw(step) -> [(index, token ids, row)], the prompts of a step
+    reward,  # reward(sample) -> float
+    steps,
+    *,
+    first_step=0,
+    seed=0,
+    group_size=8,
+    max_new_tokens=64,
+    temperature=1.0,
+    micro_batch=8,
+    updates_per_batch=1,
+    divide_by_std=True,
+    clip_low=0.2,
+    clip_high=0.28,
+    probe_responses=2,
+    linearised=False,
+    kl_check_every=1,
+    sync="factors",
+    dtype=torch.float32,
+):
+    """Yield one dict of metrics after every update: a step is one batch, updated once or more.
+
+    Everything random follows from (seed, step, prompt, sample) and the number of the update, so a
+    run that starts again at first_step with the same weights and optimizer is the same run.
+    """
+    sketches = getattr(optimizer, "sketches", None)
+    layers = optimizer.layers if sketches is None else sketches.layers
+    weights = {path: module.weight for path, module in layers.items()}
+    head, device = model.get_output_embeddings(), model.device
+    compute = functools.partial(
+        torch.autocast, device.type, torch.bfloat16, dtype != torch.float32, cache_enabled=False
+    )
+    kl = {"temperature": temperature, "micro_batch": micro_batch}
+    grid = control.grid() if linearised else None
+
+    for step in range(first_step, steps):
+        clock = Clock()
+        # 1  G answers to each prompt, scored
+        prompts = [(*prompt, g) for prompt in draw(step) for g in range(group_size)]
+        seeds = [stable_seed("sample", seed, step, index, g) for index, _, _, g in prompts]
+        ids = [ids for _, ids, _, _ in prompts]
+        samples = generator.generate(ids, seeds, max_new_tokens, temperature)
+        clock.lap("generate")
+        for sample, (index, _, row, _) in zip(samples, prompts, strict=True):
+            sample.index, sample.row = index, row
+            sample.reward = reward(sample)
+
+        # 2  who beat the group
+        rewards = torch.tensor([s.reward for s in samples]).view(-1, group_size)  # [P, G]
+        advantages = group_advantages(rewards, divide_by_std)
+        for sample, advantage in zip(samples, advantages.flatten().tolist(), strict=True):
+            sample.advantage = advantage
+        tokens = sum(len(s.completion) for s in samples)  # the one denominator
+        alive = [s for s in samples if s.advantage]  # the others would add exactly 0
+        probe = samples[::group_size][:probe_responses]
+        metrics = {
+            "reward": rewards.mean().item(),
+            "solved": (rewards > 0).float().mean().item(),
+            "dead_groups": (advantages == 0).all(1).float().mean().item(),
+            "length": tokens / len(samples),
+            "truncated": sum(not s.finished for s in samples) / len(samples),
+        }
+
+        for repeat in range(updates_per_batch if alive else 1):
+            update, alpha, predicted, realised, sent = optimizer.update, 0.0, None, None, 0
+            differences, finished = 0.0, 0
+            # 3  adds dY^T (X A^T) to S
+            for micro in micro_batches(alive, micro_batch):
+                with compute():
+                    hidden, target = response_hidden(model, micro, device)  # [n, H], [n]
+                    logp = token_logprobs(hidden, head, target, temperature)  # [n]
+                lengths = torch.tensor([len(s.completion) for s in micro], device=device)
+                engine = torch.tensor([x for s in micro for x in s.logprobs], device=device)
+                adv = torch.tensor([s.advantage for s in micro], device=device).float()
+                if repeat == 0:
+                    for s, old in zip(micro, logp.detach().split(lengths.tolist()), strict=True):
+                        s.old_logprobs = old
+                    ended = torch.tensor([s.finished for s in micro], device=device)
+                    ended = ended.repeat_interleave(lengths)
+                    differences += (engine - logp.detach())[ended].sum().item()
+                    finished += ended.sum().item()
+                old = torch.cat([s.old_logprobs for s in micro])
+                adv = adv.repeat_interleave(lengths)  # [n]
+                policy_loss(logp, old, engine, adv, clip_low, clip_high).backward()
+            if finished:
+                control.observe(differences / finished)
+            clock.lap("train")
+
+            if alive:
+                # 4  a direction U of size update_ratio
+                optimizer.propose(tokens)
+                clock.lap("update")
+                # 5  how far the KL budget lets it go
+                check = kl_check_every and update % kl_check_every == 0
+                curve, alpha = None, 1.0
+                if sketches or check:
+                    with compute():
+                        curve, before = predict_kl(model, sketches, probe, steps=grid, **kl)
+                if sketches:
+                    alpha = control.scale(curve, update)
+                    predicted = kl_at(curve, alpha)
+                clock.lap("probe")
+                # 6  W -= F A, F = alpha U rounded; a new A
+                factors = optimizer.step(alpha)
+                clock.lap("update")
+                if check:
+                    with compute():
+                        realised = realised_kl(model, probe, before, **kl)
+                clock.lap("probe")
+                # 7  send the factor and a number, not W
+                if sync == "factors":
+                    sent = generator.update(factors, update)
+                else:
+                    sent = generator.load(weights)
+                clock.lap("sync")
+
+            yield {
+                "step": step + 1,
+                "update": optimizer.update,
+                **metrics,
+                "kl_predicted": predicted,
+                "kl_realised": realised,
+                "alpha": alpha,
+                "budget": control.budget(update),
+                "mismatch": control.mismatch,
+                "update_ratio": alpha * getattr(optimizer, "update_ratio", 0.0),
+                "grad_sketch_norm": optimizer.sketch_norm,
+                "sync_bytes": sent,
+                "tokens_per_second": tokens / sum(clock.seconds.values()),
+                "peak_gib": peak_gib(),
+                "seconds": clock.seconds,
+                "samples": samples,
+                "last": not alive or repeat == updates_per_batch - 1,  # of this batch
+            }
+            clock = Clock()

@@ -1,0 +1,800 @@
+"""Train a language model by LoGRA (logra.py) from the command line.
+
+    python train.py                              a tiny model learns to sort digits, in minutes
+    python train.py --model DIR --data train.jsonl --eval-data test.jsonl
+    python train.py --resume runs/NAME           go on from the last checkpoint
+    python train.py --help                       every flag, with its default
+
+A row of a JSONL file is {"prompt": ..., "answer": ...} or GSM8K's {"question": ..., "answer":
+"... #### 18"}; a prompt may be a chat, [{"role": ..., "content": ...}].  A run writes runs/NAME:
+config.json, metrics.jsonl (a line an update), samples.jsonl, and a directory step-N for each
+checkpoint, which from_pretrained and vLLM load.
+
+In this file, from top to bottom: configuration, built-in task, data and rewards, model,
+checkpoints, evaluation, screen, main.  It holds no mathematics.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import importlib.util
+import json
+import math
+import os
+import re
+import shutil
+import sys
+import time
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import Literal
+
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # before torch is imported
+
+import torch  # noqa: E402
+
+import logra  # noqa: E402
+
+logra.hide_broken_packages()  # before transformers is imported
+
+import transformers  # noqa: E402
+from tqdm import tqdm  # noqa: E402
+
+
+class UserError(Exception):
+    """Something the user can put right; its text is the one sentence that they see."""
+
+
+# ------------------------------------------------------------------------------------------------
+# Configuration
+# ------------------------------------------------------------------------------------------------
+
+
+def flag(default, text, **metadata):
+    """A field of Config: its default, and the help that the command line shows."""
+    metadata = {"help": text, **metadata}
+    if isinstance(default, list):
+        return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+@dataclass
+class Config:
+    """Every setting; defaults are the paper's where it has one.  Without --model see BUILT_IN."""
+
+    # What is trained, on what
+    model: str | None = flag(None, "directory or name of a Hugging Face causal language model")
+    data: str | None = flag(None, "JSONL file of training rows")
+    eval_data: str | None = flag(None, "JSONL file of held-out rows")
+    reward: str = flag("number", "number, exact, or file.py:function(completion, row) -> float")
+    out: str | None = flag(None, "run directory; must not exist (default: runs/ and a number)")
+    resume: str | None = flag(None, "run directory to go on with, from its last checkpoint")
+    seed: int = flag(0, "everything random follows from it")
+
+    # Rollouts
+    steps: int = flag(300, "steps: rollout batches")
+    prompts_per_step: int = flag(16, "prompts P of a step")
+    group_size: int = flag(8, "answers G to each prompt")
+    max_prompt_tokens: int = flag(512, "longer prompts are dropped when the data is loaded")
+    max_new_tokens: int = flag(512, "longer answers are cut")
+    temperature: float = flag(1.0, "of sampling, and of every log-prob in training")
+    engine: Literal["vllm", "hf"] = flag("vllm", "what generates")
+    kv_gib: float = flag(2.0, "memory of vLLM's key-value cache, GiB")
+
+    # GRPO
+    updates_per_batch: int = flag(1, "updates made from one rollout batch")
+    micro_batch: int = flag(4, "answers in one forward pass; changes memory and speed, no result")
+    divide_by_std: bool = flag(True, "divide advantages by the std of their group")
+    clip_low: float = flag(0.2, "the ratio is clipped below 1 - this")
+    clip_high: float = flag(0.28, "the ratio is clipped above 1 + this")
+    checkpointing: bool = flag(True, "recompute activations in backward")
+    dtype: Literal["auto", "float32", "bfloat16"] = flag(
+        "auto", "of compute and engine; auto: bfloat16 on a GPU. Trained weights are float32"
+    )
+
+    # LoGRA
+    optimizer: Literal["row_adam", "adamw"] = flag("row_adam", "LoGRA, or dense AdamW as control")
+    rank: int = flag(256, "rank r of the sketches")
+    targets: list[str] = flag([], "last names of the layers to train (default: all linear ones)")
+    projection: Literal["rademacher", "gaussian"] = flag("rademacher", "distribution of A")
+    refresh: int = flag(1, "updates between two draws of A; 0: never redrawn")
+    update_ratio: float = flag(6e-5, "size of a proposed step relative to the weights")
+    keep_layer_norm: bool = flag(True, "each layer keeps the norm of its sketch")
+    lr: float = flag(1e-6, "learning rate of --optimizer adamw")
+
+    # KL control
+    kl_control: bool = flag(True, "choose alpha by the KL budget; else alpha = 1")
+    kl_predictor: Literal["quadratic", "linearised"] = flag("quadratic", "how KL is predicted")
+    kl_budget: float = flag(2e-4, "KL per token that the first update may spend")
+    kl_budget_final: float = flag(2e-5, "and the last of --kl-budget-steps, by a cosine")
+    kl_budget_steps: int = flag(300, "updates from the first budget to the final one")
+    alpha_max: float = flag(3.0, "upper bound of alpha")
+    probe_responses: int = flag(2, "answers on which KL is predicted")
+    kl_check_every: int = flag(10, "updates between measurements of the realised KL; 0: none")
+
+    # Sync, evaluation, checkpoints
+    sync: Literal["factors", "full"] = flag("factors", "what the engine is sent after an update")
+    eval_every: int = flag(20, "steps between evaluations")
+    eval_samples: int = flag(1, "answers to each held-out row")
+    eval_rows: int = flag(0, "the first so many held-out rows; 0: all")
+    eval_temperature: float = flag(1.0, "temperature of evaluations; the last is greedy as well")
+    save_every: int = flag(100, "steps between checkpoints; the last step is always saved")
+
+
+# A model of 0.1 M weights takes larger steps than one of 7 B; these were chosen on seeds 0-2.
+BUILT_IN = {
+    "reward": "exact",
+    "steps": 600,
+    "prompts_per_step": 32,
+    "max_prompt_tokens": 8,
+    "max_new_tokens": 6,
+    "micro_batch": 256,
+    "checkpointing": False,
+    "dtype": "float32",
+    "rank": 16,
+    "update_ratio": 2e-3,
+    "lr": 3e-4,
+    "kl_budget": 3e-2,
+    "kl_budget_final": 3e-3,
+    "kl_budget_steps": 600,
+    "probe_responses": 32,
+    "kl_check_every": 1,
+    "eval_every": 40,
+    "eval_rows": 500,
+    "kv_gib": 0.25,
+}
+
+AT_LEAST = {  # the smallest value that makes sense
+    **dict.fromkeys(("steps", "prompts_per_step", "max_prompt_tokens", "max_new_tokens"), 1),
+    **dict.fromkeys(("updates_per_batch", "micro_batch", "rank", "kl_budget_steps"), 1),
+    **dict.fromkeys(("probe_responses", "eval_every", "eval_samples", "save_every"), 1),
+    **dict.fromkeys(("refresh", "kl_check_every", "eval_rows", "seed", "eval_temperature"), 0),
+    "group_size": 2,
+}
+ABOVE_ZERO = ("temperature", "kv_gib", "clip_low", "clip_high", "update_ratio", "lr")
+ABOVE_ZERO += ("kl_budget", "kl_budget_final", "alpha_max")
+FIXED = ("model", "data", "seed", "prompts_per_step", "group_size", "max_prompt_tokens")
+FIXED += ("optimizer", "rank", "targets", "projection", "refresh")  # a resumed run keeps these
+
+
+def parse(argv) -> Config:
+    """The configuration from the command line.  Raises UserError naming the flag at fault."""
+    parser = transformers.HfArgumentParser(Config, allow_abbrev=False, description=__doc__)
+    parser.formatter_class = transformers.hf_argparser.ArgumentDefaultsHelpFormatter
+
+    def error(message):
+        raise UserError(message)
+
+    parser.error = error
+    config = Config(**vars(parser.parse_args(argv)))
+    if config.resume:  # the run's own settings are the defaults of the flags
+        saved = load_json(Path(config.resume) / "config.json")
+        saved = {f.name: saved["config"].get(f.name) for f in dataclasses.fields(Config)}
+        parser.set_defaults(**saved)
+        config = Config(**vars(parser.parse_args(argv)))
+        config.out = config.resume
+        for name in FIXED:
+            if getattr(config, name) != saved[name]:
+                was = f"{dashed(name)} {saved[name]}"
+                raise UserError(f"{config.resume} was made with {was}, not {getattr(config, name)}")
+    elif config.model is None:
+        parser.set_defaults(**BUILT_IN)
+        config = Config(**vars(parser.parse_args(argv)))
+    for name, least in AT_LEAST.items():
+        if not getattr(config, name) >= least or getattr(config, name) == math.inf:
+            raise UserError(f"{dashed(name)} must be at least {least}, not {getattr(config, name)}")
+    for name in ABOVE_ZERO:
+        if not 0 < getattr(config, name) < math.inf:
+            raise UserError(f"{dashed(name)} must be above 0, not {getattr(config, name)}")
+    if config.clip_low >= 1:
+        raise UserError(f"--clip-low must be below 1, not {config.clip_low}")
+    if config.model and not config.data:
+        raise UserError("--model needs --data FILE.jsonl to train on")
+    if not config.model and (config.data or config.eval_data):
+        raise UserError("--data and --eval-data need --model DIR_OR_NAME")
+    if config.dtype == "auto":
+        config.dtype = "bfloat16" if torch.cuda.is_available() else "float32"
+    if config.optimizer == "adamw":
+        config.sync = "full"  # a dense step has no factors
+    return config
+
+
+def dashed(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def load_json(path: Path) -> dict:
+    """Raises UserError if it is not there or is not JSON."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from None
+
+
+# ------------------------------------------------------------------------------------------------
+# The built-in task: sort five digits
+# ------------------------------------------------------------------------------------------------
+
+# "41725=" should become "12457".  The model is warmed up on ambiguous demonstrations, sorted up,
+# sorted down or left alone, so no amount of imitation passes about 0.3: choosing is left to RL.
+
+
+def sorting_rows(seed: int):
+    """Training rows and held-out rows; a hash of the prompt decides, so they never meet."""
+    rows = {False: [], True: []}
+    for number in range(100_000):
+        digits = f"{number:05d}"
+        held_out = hashlib.sha256(digits.encode()).digest()[0] < 26  # 10%
+        rows[held_out].append({"prompt": f"{digits}=", "answer": "".join(sorted(digits))})
+    order = shuffled(len(rows[True]), "held out", seed)
+    return rows[False], [rows[True][i] for i in order]
+
+
+def shuffled(n: int, *key) -> list:
+    """A permutation of range(n) that follows from the key."""
+    generator = torch.Generator().manual_seed(logra.stable_seed(*key))
+    return torch.randperm(n, generator=generator).tolist()
+
+
+def tiny_model(seed: int):
+    """A Qwen2 of 0.1 M weights and a tokenizer of one token a character."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    vocabulary = {token: i for i, token in enumerate(["<pad>", "<eos>", *"0123456789="])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>"
+    )
+    torch.manual_seed(logra.stable_seed("tiny model", seed))
+    config = transformers.Qwen2Config(
+        vocab_size=32,
+        hidden_size=64,
+        intermediate_size=192,
+        num_hidden_layers=2,
+        num_attention_heads=2,  # heads of 32: vLLM's attention on a CPU refuses 16
+        num_key_value_heads=1,
+        max_position_embeddings=64,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=vocabulary["<eos>"],
+        pad_token_id=vocabulary["<pad>"],
+    )
+    return transformers.Qwen2ForCausalLM(config).eval(), tokenizer
+
+
+def warm_up(model, tokenizer, rows, seed, batches=200, size=128):
+    """Imitate demonstrations of which 30% sort up, 40% sort down and 30% do nothing."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    order = shuffled(len(rows), "warm-up", seed)[: batches * size]
+    kinds = logra.random_uniform(logra.stable_seed("kinds", seed), batches * size).tolist()
+    for batch in tqdm(range(batches), "warm-up", leave=False):
+        texts = []
+        for i in range(batch * size, (batch + 1) * size):
+            digits, up = rows[order[i]]["prompt"][:-1], rows[order[i]]["answer"]
+            texts.append(
+                f"{digits}={up if kinds[i] < 0.3 else up[::-1] if kinds[i] < 0.7 else digits}"
+            )
+        ids = torch.tensor([tokenizer.encode(t) + [tokenizer.eos_token_id] for t in texts])
+        logits = model(input_ids=ids[:, :-1]).logits[:, 5:]  # from "=" on
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 6:].flatten())
+        loss.backward()
+        warmth = min((batch + 1) / 20, 1) * (1 + math.cos(math.pi * batch / batches)) / 2
+        optimizer.param_groups[0]["lr"] = 3e-3 * warmth
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+# ------------------------------------------------------------------------------------------------
+# Data and rewards
+# ------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Example:
+    """One row, its prompt as token ids, and where it stands, for messages."""
+
+    ids: list
+    row: dict
+    where: str
+
+
+def read_rows(path: str) -> list:
+    """[(where, row)] of a JSONL file; blank lines are skipped.  Raises UserError naming the line."""
+    try:
+        lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from None
+    rows = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        where = f"{path}:{number}"
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise UserError(f"{where} is not JSON: {error}") from None
+        if not isinstance(row, dict):
+            raise UserError(f"{where} is not a JSON object")
+        row.setdefault("prompt", row.get("question"))
+        if not isinstance(row["prompt"], str | list) or not row["prompt"]:
+            raise UserError(f"{where} has no prompt (nor question)")
+        if not isinstance(row.get("answer"), str | int | float):
+            raise UserError(f"{where} has no answer")
+        rows.append((where, row))
+    if not rows:
+        raise UserError(f"{path} has no rows")
+    return rows
+
+
+def encode(tokenizer, prompt, where) -> list:
+    """Token ids of a prompt: by the chat template if there is one, else as plain text."""
+    if tokenizer.chat_template:
+        chat = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
+        try:
+            return list(
+                tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+            )
+        except Exception as error:  # a template is a program; it may raise anything
+            raise UserError(f"{where}: the chat template refuses the prompt: {error}") from None
+    if isinstance(prompt, list):
+        raise UserError(f"{where} is a chat, but the tokenizer has no chat template")
+    return tokenizer.encode(prompt)
+
+
+def load_examples(rows, tokenizer, max_tokens, flag_name) -> list:
+    """Examples whose prompt fits; longer ones are dropped and counted, never cut."""
+    examples = [Example(encode(tokenizer, row["prompt"], at), row, at) for at, row in rows]
+    kept = [example for example in examples if 0 < len(example.ids) <= max_tokens]
+    if not kept:
+        raise UserError(
+            f"{flag_name}: all {len(examples)} prompts are longer than --max-prompt-tokens"
+            f" {max_tokens}"
+        )
+    if len(kept) < len(examples):
+        dropped = len(examples) - len(kept)
+        print(f"{flag_name}: {dropped} of {len(examples)} prompts are too long and are left out")
+    return kept
+
+
+NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|[-+]?\.\d+")
+
+
+def last_number(text: str):
+    """The last number of a text as an exact fraction, or None; nothing is evaluated."""
+    found = NUMBER.findall(text[-1000:])
+    return Fraction(found[-1].replace(",", "")) if found else None
+
+
+def number_reward(completion: str, row: dict) -> float:
+    """1 if the last number of the completion is the last number of the answer."""
+    wanted = last_number(str(row["answer"]))
+    return float(wanted is not None and last_number(completion) == wanted)
+
+
+def exact_reward(completion: str, row: dict) -> float:
+    """1 if the completion is the answer, but for space around it."""
+    return float(completion.strip() == str(row["answer"]).strip())
+
+
+def load_reward(name: str):
+    """The reward function called `name`.  Raises UserError if there is none."""
+    if name in ("number", "exact"):
+        return {"number": number_reward, "exact": exact_reward}[name]
+    path, colon, function = name.rpartition(":")
+    if not colon or not Path(path).is_file():
+        raise UserError(f"--reward {name}: not number, not exact, and no file.py:function")
+    spec = importlib.util.spec_from_file_location("reward", path)
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+        return getattr(module, function)
+    except Exception as error:
+        raise UserError(f"--reward {name} cannot be loaded: {error!r}") from None
+
+
+def score(function, tokenizer, sample) -> float:
+    """The reward of a sample.  Raises UserError, naming the row, if it fails or is not finite."""
+    completion = tokenizer.decode(sample.completion, skip_special_tokens=True)
+    try:
+        value = float(function(completion, sample.row.row))
+    except Exception as error:
+        raise UserError(f"the reward raised {error!r} on row {sample.row.where}") from None
+    if not math.isfinite(value):
+        raise UserError(f"the reward of row {sample.row.where} is {value}")
+    return value
+
+
+# ------------------------------------------------------------------------------------------------
+# Model and checkpoints
+# ------------------------------------------------------------------------------------------------
+
+
+def load_model(path: str, flag_name: str):
+    """The model with float32 weights, its tokenizer, and the dtype it was stored in."""
+    try:
+        config = transformers.AutoConfig.from_pretrained(path)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+        stored = getattr(config, "dtype", None) or torch.float32
+        model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    except Exception as error:  # from_pretrained raises a dozen kinds
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+        raise UserError(f"{flag_name} {path} cannot be loaded: {reason}") from None
+    return model.eval(), tokenizer, stored
+
+
+def end_tokens(model, tokenizer) -> list:
+    """All ids that end an answer: the generation config may know more than the tokenizer."""
+    ids = model.generation_config.eos_token_id
+    ids = set(ids if isinstance(ids, list) else [ids]) | {tokenizer.eos_token_id}
+    if not (ids := sorted(ids - {None})):
+        raise UserError("neither the model nor its tokenizer knows an end-of-sequence token")
+    return ids
+
+
+def save_checkpoint(out: Path, step: int, model, tokenizer, stored, optimizer, control, layers):
+    """out/step-N: a Hugging Face directory and trainer.pt; written aside, then renamed.
+
+    The model is stored in its own dtype.  Where that is not float32, trainer.pt has the float32
+    weights of the target layers, since rounding them would lose what was learned.
+    """
+    final, aside = out / f"step-{step}", out / f".step-{step}.partial"
+    if final.exists():
+        return  # a resumed run that had nothing left to do
+    shutil.rmtree(aside, ignore_errors=True)
+    cast = functools.cache(lambda tensor: tensor.to(stored))  # tied weights stay one tensor
+    model.config.dtype = stored
+    model.save_pretrained(aside, state_dict={k: cast(v) for k, v in model.state_dict().items()})
+    tokenizer.save_pretrained(aside)
+    masters = {path: m.weight.detach() for path, m in layers.items() if stored != torch.float32}
+    state = {
+        "step": step,
+        "mismatch": control.mismatch,
+        "optimizer": optimizer.state_dict(),
+        "update": optimizer.update,
+        "weights": masters,
+    }
+    torch.save(state, aside / "trainer.pt")
+    for file in [*aside.iterdir(), aside]:  # on the disk before the new name is
+        handle = os.open(file, os.O_RDONLY)
+        os.fsync(handle)
+        os.close(handle)
+    aside.rename(final)
+
+
+def last_checkpoint(out: Path):
+    """The newest step-N of a run, or None."""
+    found = [p for p in out.glob("step-*") if p.name[5:].isdigit()]
+    return max(found, key=lambda p: int(p.name[5:]), default=None)
+
+
+def load_state(path: Path) -> dict:
+    """trainer.pt of a checkpoint.  Raises UserError if it cannot be read."""
+    try:
+        return torch.load(path / "trainer.pt", weights_only=True)
+    except Exception as error:
+        reason = str(error).splitlines()[0] if str(error) else repr(error)
+        raise UserError(f"{path}/trainer.pt cannot be read: {reason}") from None
+
+
+def restore(state, path, optimizer, control, layers) -> int:
+    """Put a checkpoint's state back.  Returns its step; raises UserError if it does not fit."""
+    try:
+        for name, weight in state["weights"].items():
+            layers[name].weight.data.copy_(weight)
+        optimizer.load_state_dict(state["optimizer"])
+        optimizer.update, control.mismatch = state["update"], state["mismatch"]
+        return state["step"]
+    except (KeyError, ValueError, RuntimeError) as error:
+        raise UserError(f"{path} does not fit this run: {error}") from None
+
+
+# ------------------------------------------------------------------------------------------------
+# Evaluation and the screen
+# ------------------------------------------------------------------------------------------------
+
+
+def evaluate(generator, examples, reward, config, temperature):
+    """Mean reward over the held-out examples, and the samples.  The draws are the same each time."""
+    repeats = config.eval_samples if temperature else 1
+    chosen = [(i, k) for i in range(len(examples)) for k in range(repeats)]
+    seeds = [logra.stable_seed("eval", config.seed, i, k) for i, k in chosen]
+    prompts = [examples[i].ids for i, _ in chosen]
+    samples = generator.generate(prompts, seeds, config.max_new_tokens, temperature)
+    for (i, _), sample in zip(chosen, samples, strict=True):
+        sample.row, sample.index = examples[i], i
+        sample.reward = reward(sample)
+    return sum(s.reward for s in samples) / len(samples), samples
+
+
+def step_line(m: dict) -> str:
+    """What a step says on the screen: reward first, predicted KL -> realised KL, and the loss nowhere."""
+
+    def kl(value):
+        return "-" if value is None else f"{value:.1e}"
+
+    seconds = " ".join(f"{name} {value:.2f}" for name, value in m["seconds"].items())
+    return (
+        f"step {m['step']} | reward {m['reward']:.3f} | solved {m['solved']:.0%}"
+        f" | dead groups {m['dead_groups']:.0%} | len {m['length']:.0f} (cut {m['truncated']:.0%})"
+        f" | KL {kl(m['kl_predicted'])} -> {kl(m['kl_realised'])} | alpha {m['alpha']:.2f}"
+        f" | {m['tokens_per_second'] / 1000:.1f}k tok/s | {m['peak_gib']:.2f} GiB | {seconds} s"
+    )
+
+
+def curve(points, width=60, height=10) -> str:
+    """A curve of (step, accuracy) in text, accuracy from 0 to 1."""
+    last = max(points[-1][0], 1)
+    cells = [[" "] * width for _ in range(height)]
+    for column in range(width):
+        at = column / (width - 1) * last
+        after = next(i for i, (step, _) in enumerate(points) if step >= at - 1e-9)
+        (x0, y0), (x1, y1) = points[max(after - 1, 0)], points[after]
+        y = y1 if x1 == x0 else y0 + (y1 - y0) * (at - x0) / (x1 - x0)
+        cells[height - 1 - min(int(y * height), height - 1)][column] = "*"
+    axis = [f"{1 - i / height:4.1f} |" for i in range(height)]
+    lines = [a + "".join(row).rstrip() for a, row in zip(axis, cells, strict=True)]
+    steps = f"{0:<6}{'step':^{width - 12}}{last:>6}"
+    return "\n".join([*lines, " 0.0 +" + "-" * width, " " * 6 + steps])
+
+
+class Journal:
+    """metrics.jsonl and samples.jsonl: a line a record, on the disk at once."""
+
+    def __init__(self, out: Path, first_step: int):
+        self.out = out
+        for name in ("metrics.jsonl", "samples.jsonl"):  # what a resumed run will write again
+            if (path := out / name).exists():
+                kept = [line for line in path.read_text().splitlines() if keep(line, first_step)]
+                path.with_suffix(".partial").write_text("".join(f"{line}\n" for line in kept))
+                path.with_suffix(".partial").rename(path)
+
+    def write(self, name: str, record: dict) -> None:
+        with open(self.out / name, "a") as file:
+            file.write(json.dumps(record) + "\n")
+
+
+def keep(line: str, first_step: int) -> bool:
+    """Whether a line of the journal is whole and not younger than the checkpoint."""
+    try:
+        return json.loads(line)["step"] <= first_step
+    except ValueError:
+        return False
+
+
+# ------------------------------------------------------------------------------------------------
+# Main
+# ------------------------------------------------------------------------------------------------
+
+
+def run(config: Config) -> None:
+    """One run, from the configuration to the last checkpoint."""
+    started = time.perf_counter()
+    if config.model is None:  # a model this small is fastest with one thread
+        os.environ["OMP_NUM_THREADS"] = "1"
+        torch.set_num_threads(1)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    reward_function = load_reward(config.reward)
+    out = Path(config.out) if config.out else next_free("sort" if not config.model else "run")
+    if out.exists() and not config.resume:
+        raise UserError(f"--out {out} exists; go on with --resume {out}, or choose another name")
+
+    # Everything that may be wrong is read before anything is written
+    checkpoint = last_checkpoint(out) if config.resume else None
+    state = load_state(checkpoint) if checkpoint else None
+    if config.model or checkpoint:
+        source = str(checkpoint) if checkpoint else config.model
+        model, tokenizer, stored = load_model(source, "--resume" if checkpoint else "--model")
+    else:
+        model, tokenizer = tiny_model(config.seed)
+        stored = torch.float32
+    if config.model:
+        rows = read_rows(config.data)
+        held_out = read_rows(config.eval_data) if config.eval_data else []
+    else:
+        rows, held_out = (
+            [(f"{kind} row {i}", row) for i, row in enumerate(rows, 1)]
+            for kind, rows in zip(("training", "held-out"), sorting_rows(config.seed), strict=True)
+        )
+    held_out = held_out[: config.eval_rows or None]
+    longest = config.max_prompt_tokens
+    examples = load_examples(rows, tokenizer, longest, "--data")
+    held_out = load_examples(held_out, tokenizer, longest, "--eval-data") if held_out else []
+    max_length = config.max_prompt_tokens + config.max_new_tokens
+    if max_length > (limit := getattr(model.config, "max_position_embeddings", max_length)):
+        raise UserError(
+            f"--max-prompt-tokens + --max-new-tokens is {max_length}, but the model has {limit}"
+            " positions"
+        )
+    eos_ids = end_tokens(model, tokenizer)
+    try:
+        layers = logra.find_targets(model, config.targets)
+    except ValueError as error:
+        raise UserError(f"--targets: {error}") from None
+
+    # The run directory exists from here on
+    out.mkdir(parents=True, exist_ok=True)
+    versions = {m.__name__: m.__version__ for m in (torch, transformers)}
+    settings = {"config": dataclasses.asdict(config), "versions": versions, "world_size": 1}
+    (out / "config.json").write_text(json.dumps(settings, indent=1))
+    if not config.model and not checkpoint:
+        warm_up(model, tokenizer, [example.row for example in examples], config.seed)
+    model.to(device)
+    if config.checkpointing:
+        logra.checkpoint_layers(model)
+    if config.optimizer == "adamw":
+        print(f"adamw: {logra.freeze_all_but(model, layers)}", file=sys.stderr)
+        optimizer = logra.DenseAdamW(layers, config.lr)
+        sketch_settings = {}
+    else:
+        sketches = logra.attach_sketches(
+            model, config.rank, config.targets, config.seed, config.projection, config.refresh
+        )
+        optimizer = logra.LoGRA(
+            sketches, config.update_ratio, keep_layer_norm=config.keep_layer_norm
+        )
+        sketch_settings = sketches.settings
+    control = logra.KLControl(
+        config.kl_budget,
+        config.kl_budget_final,
+        config.kl_budget_steps,
+        config.alpha_max,
+        config.kl_control,
+    )
+    save = functools.partial(
+        save_checkpoint,
+        out,
+        model=model,
+        tokenizer=tokenizer,
+        stored=stored,
+        optimizer=optimizer,
+        control=control,
+        layers=layers,
+    )
+    first_step = restore(state, checkpoint, optimizer, control, layers) if state else 0
+    if not config.model:
+        save(0)  # the engine starts from a directory
+    journal = Journal(out, first_step)
+
+    print(f"starting {config.engine} ...", file=sys.stderr)
+    if config.engine == "hf":
+        generator = logra.HFGenerator(model, eos_ids)
+    else:
+        directory = config.model or out / "step-0"
+        generator = logra.VLLMGenerator(
+            directory, eos_ids, max_length, sketch_settings, config.dtype, config.kv_gib
+        )
+    generator.load({path: m.weight.detach() for path, m in layers.items()})
+    seconds = {"start": time.perf_counter() - started}
+
+    reward = functools.partial(score, reward_function, tokenizer)
+
+    def draw(step):  # epoch after epoch, each in an order of its own
+        chosen = []
+        for place in range(step * config.prompts_per_step, (step + 1) * config.prompts_per_step):
+            epoch, i = divmod(place, len(examples))
+            index = epoch_order(len(examples), config.seed, epoch)[i]
+            chosen.append((place, examples[index].ids, examples[index]))
+        return chosen
+
+    def assess(step, greedy=False):
+        begun = time.perf_counter()
+        record = {"step": step, "eval_rows": len(held_out), "eval_samples": config.eval_samples}
+        temperature = config.eval_temperature
+        accuracy, samples = evaluate(generator, held_out, reward, config, temperature)
+        record["eval_accuracy"] = accuracy
+        if greedy:
+            record["greedy"], samples = evaluate(generator, held_out, reward, config, 0.0)
+        journal.write("metrics.jsonl", record)
+        for s in samples[:3]:
+            answer = tokenizer.decode(s.completion, skip_special_tokens=True)
+            shown = {"prompt": s.row.row["prompt"], "completion": answer, "reward": s.reward}
+            journal.write("samples.jsonl", {"step": step, **shown})
+        seconds["evaluate"] = seconds.get("evaluate", 0.0) + time.perf_counter() - begun
+        tqdm.write(
+            f"step {step} | held-out accuracy {accuracy:.3f}"
+            + (f" | greedy {record['greedy']:.3f}" if greedy else "")
+        )
+
+    if held_out and first_step == 0:
+        assess(0, greedy=True)
+    bar = tqdm(total=config.steps, initial=first_step, unit="step", leave=False)
+    step = first_step
+    try:
+        for metrics in logra.grpo(
+            model,
+            generator,
+            optimizer,
+            control,
+            draw,
+            reward,
+            config.steps,
+            first_step=first_step,
+            seed=config.seed,
+            group_size=config.group_size,
+            max_new_tokens=config.max_new_tokens,
+            temperature=config.temperature,
+            micro_batch=config.micro_batch,
+            updates_per_batch=config.updates_per_batch,
+            divide_by_std=config.divide_by_std,
+            clip_low=config.clip_low,
+            clip_high=config.clip_high,
+            probe_responses=config.probe_responses,
+            linearised=config.kl_predictor == "linearised",
+            kl_check_every=config.kl_check_every,
+            sync=config.sync,
+            dtype=getattr(torch, config.dtype),
+        ):
+            metrics.pop("samples")
+            last = metrics.pop("last")
+            journal.write("metrics.jsonl", metrics)
+            for phase, value in metrics["seconds"].items():
+                seconds[phase] = seconds.get(phase, 0.0) + value
+            tqdm.write(step_line(metrics))
+            if not last:
+                continue
+            step = metrics["step"]
+            bar.update()
+            if held_out and (step % config.eval_every == 0 or step == config.steps):
+                assess(step, greedy=step == config.steps)
+            if step % config.save_every == 0 or step == config.steps:
+                save(step)
+    except (UserError, FloatingPointError) as error:
+        save(step)
+        bar.close()
+        raise UserError(f"{error}; stopped after step {step}, saved in {out}/step-{step}") from None
+    bar.close()
+    report(out, seconds)
+
+
+@functools.lru_cache(maxsize=2)
+def epoch_order(n: int, seed: int, epoch: int) -> list:
+    return shuffled(n, "order", seed, epoch)
+
+
+def next_free(stem: str) -> Path:
+    """runs/STEM-1, or the first number that is free."""
+    return next(p for i in range(1, 10**9) if not (p := Path("runs", f"{stem}-{i}")).exists())
+
+
+def report(out: Path, seconds: dict) -> None:
+    """The last screen: accuracy before and after, its curve, answers, time by phase, where it is."""
+    records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    evaluations = [r for r in records if "eval_accuracy" in r]
+    if evaluations:
+        first, last = evaluations[0], evaluations[-1]
+        print(f"\nheld-out accuracy {first['eval_accuracy']:.3f} -> {last['eval_accuracy']:.3f}")
+        if "greedy" in first and "greedy" in last:
+            print(f"greedy            {first['greedy']:.3f} -> {last['greedy']:.3f}")
+        print(f"\n{curve([(r['step'], r['eval_accuracy']) for r in evaluations])}\n")
+        shown = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
+        for before, after in zip(shown[:3], shown[-3:], strict=True):
+            words = (str(x)[-40:] for x in (before["prompt"], before["completion"]))
+            print("held-out prompt {!r}: before {!r},".format(*words), end=" ")
+            print(f"after {after['completion'][-40:]!r}")
+    print("seconds: " + ", ".join(f"{name} {value:.1f}" for name, value in seconds.items()))
+    print(f"saved in {last_checkpoint(out)}")
+
+
+def main(argv=None) -> int:
+    """Exit code 0; 2 with one sentence if the user can put something right; 130 after Ctrl-C."""
+    out = None
+    try:
+        config = parse(sys.argv[1:] if argv is None else argv)
+        run(config)
+        return 0
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"error: {error}; the last checkpoint is whole", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(f"interrupted; go on with --resume {out or 'DIR'}", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())
