@@ -43,12 +43,13 @@ import os
 import resource
 import sys
 import time
+import weakref
 from bisect import bisect_left
 from dataclasses import dataclass, field
 
 import torch
-import torch.autograd.forward_ad as forward_ad
 import torch.nn.functional as F
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 # ------------------------------------------------------------------------------------------------
@@ -85,8 +86,8 @@ def random_words(seed: int, n: int, device="cpu") -> torch.Tensor:
 
 
 def random_uniform(seed: int, n: int) -> torch.Tensor:
-    """n numbers in (0, 1), float64 [n]: the top 53 bits of each word, never 0 and never 1."""
-    return (((random_words(seed, n) >> 11) & ((1 << 53) - 1)).double() + 0.5) * 2.0**-53
+    """n numbers in (0, 1), float64 [n]: the top 52 bits of each word, never 0 and never 1."""
+    return (((random_words(seed, n) >> 12) & ((1 << 52) - 1)).double() + 0.5) * 2.0**-52
 
 
 def projection_seed(seed: int, update: int, key, refresh: int = 1) -> int:
@@ -125,15 +126,14 @@ def subtract_factor(W: torch.Tensor, factor: torch.Tensor, A: torch.Tensor) -> N
 
 
 class SketchLinear(torch.autograd.Function):
-    """Y = X W^T + b whose backward adds dY^T (X A^T) to S instead of forming dY^T X (method, 1).
+    """Y = X W^T + b whose backward adds dY^T P, P = X A^T, to S instead of forming dY^T X.
 
-    Forward saves P = X A^T [N, r]; X [N, d_in] is not kept.  S sums over micro-batches, in its own
-    dtype (float32) whatever the compute dtype is.
+    Forward keeps P [N, r], not X [N, d_in].  S sums over micro-batches, in its own dtype (float32)
+    whatever the compute dtype is (method, 1).
     """
 
     @staticmethod
-    def forward(ctx, X, W, bias, A, S):
-        P = torch.matmul(X.detach().flatten(0, -2), A.T.to(X.dtype))  # [N, r]
+    def forward(ctx, X, W, bias, P, S):
         ctx.save_for_backward(W, P)
         ctx.S = S
         return F.linear(X, W, bias)  # [..., d_out]
@@ -141,8 +141,8 @@ class SketchLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dY):
         W, P = ctx.saved_tensors
-        dY_rows = dY.flatten(0, -2)  # [N, d_out]
-        ctx.S.addmm_(dY_rows.T.to(ctx.S.dtype), P.to(ctx.S.dtype))
+        rows = dY.flatten(0, -2).to(ctx.S.dtype)  # [N, d_out]
+        ctx.S.addmm_(rows.T, P.flatten(0, -2).to(ctx.S.dtype))
         dX = dY @ W.to(dY.dtype) if ctx.needs_input_grad[0] else None
         return dX, None, None, None, None
 
@@ -168,11 +168,11 @@ def layer_path(name: str) -> str:
 
 
 def decoder_layers(model) -> torch.nn.ModuleList:
-    """The stack of decoder layers: the longest ModuleList.  Raises ValueError if there is none."""
+    """The stack of decoder layers: the largest ModuleList.  Raises ValueError if there is none."""
     stacks = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
     if not stacks:
         raise ValueError(f"{type(model).__name__} has no list of decoder layers")
-    return max(stacks, key=len)
+    return max(stacks, key=lambda stack: sum(p.numel() for p in stack.parameters()))
 
 
 def find_targets(model, targets=()) -> dict:
@@ -224,6 +224,11 @@ class Sketches:
     def __init__(self, layers: dict, rank, seed=0, kind="rademacher", refresh=1):
         if rank < 1:
             raise ValueError(f"rank must be at least 1, not {rank}")
+        for path, module in layers.items():
+            if module.weight.dtype not in (torch.float32, torch.float64):
+                raise ValueError(f"{path} is {module.weight.dtype}: small steps need float32")
+            if "forward" in vars(module):
+                raise ValueError(f"{path} has a forward of its own; was it attached already?")
         ordered = sorted(layers.items(), key=lambda item: item[1].in_features)
         self.layers = dict(ordered)
         self.settings = {"rank": rank, "seed": seed, "kind": kind, "refresh": refresh}
@@ -234,18 +239,21 @@ class Sketches:
         self.probing = False
         self.redraw(0)
         for path, module in self.layers.items():
-            if module.weight.dtype not in (torch.float32, torch.float64):
-                raise ValueError(f"{path} is {module.weight.dtype}: small steps need float32")
             module.forward = functools.partial(self.forward, path, module)
 
     def forward(self, path, module, X):
         """What a target layer computes, by what is asked: value, value and sketch, or tangent."""
-        A, rows = self.A[module.in_features], self.rows[path]
+        A, W, bias, rows = self.A[module.in_features], module.weight, module.bias, self.rows[path]
         if self.probing:
-            return dual_linear(X, module.weight, module.bias, A, rows)
+            return dual_linear(X, W, bias, A, rows)
         if not torch.is_grad_enabled():
-            return F.linear(X, module.weight, module.bias)
-        return SketchLinear.apply(X, module.weight, module.bias, A, rows)
+            return F.linear(X, W, bias)
+        if (
+            self.last_X() is not X or self.last_version != X._version
+        ):  # q, k, v share X; gate, up too
+            self.last_X, self.last_version = weakref.ref(X), X._version
+            self.last_P = X.detach() @ A.T.to(X.dtype)  # [..., r]
+        return SketchLinear.apply(X, W, bias, self.last_P, rows)
 
     def redraw(self, update: int) -> None:
         """The projections of one update, from its number alone."""
@@ -253,6 +261,7 @@ class Sketches:
             d_in: draw_projection(d_in, update, self.buffer, **self.settings)
             for d_in in sorted({module.in_features for module in self.layers.values()})
         }
+        self.last_X = lambda: None  # its product was with the A that is gone
 
     def widths(self):
         """Pairs of A and the rows of the buffer that belong to it, one for each width."""
@@ -263,7 +272,7 @@ class Sketches:
             start += n
 
     def detach(self) -> None:
-        """The model is as it was before attach_sketches, but for what was learned."""
+        """The modules compute as they did before attach_sketches; what is frozen stays frozen."""
         for module in self.layers.values():
             del module.forward
 
@@ -309,20 +318,21 @@ def checkpoint_layers(model) -> None:
 # A that is gone means nothing there.  The scale of a row survives the redraw.
 
 
-def row_adam(S, v, t, sizes, beta2=0.95, eps=1e-8, keep_layer_norm=True):
+def row_adam(S, v, sizes, beta2=0.95, eps=1e-8, keep_layer_norm=True):
     """S [sum d_out, r] becomes D in place; v [sum d_out] is updated in place (method, 2).
 
         v_i <- b2 v_i + (1 - b2) mean_j S_ij^2
-        s_i  = 1 / (sqrt(v_i / (1 - b2^t)) + eps * mean_i sqrt(v_i / (1 - b2^t)))
+        s_i  = 1 / (sqrt(v_i) + eps * mean_i sqrt(v_i))
         s    = s / sqrt(mean(s^2)),   D = s_i S_ij,   D <- D * ||S||_F / ||D||_F
 
-    t counts updates from 1; sizes are the d_out of the layers.  Means and norms are each layer's
-    own.  A row that never had a gradient gets s = 0, so a sketch of zeros gives D = 0.
-    The norms of D follow from those of the rows, so S is read once and written once.
+    sizes: the d_out of the layers; means and norms are each layer's own.  Adam's bias correction
+    1 / (1 - b2^t) is one factor for all rows and cancels in s / sqrt(mean(s^2)).  A row that never
+    had a gradient gets s = 0, so a sketch of zeros gives D = 0.  The norms of D follow from those
+    of the rows: S is read once and written once.
     """
     squares = torch.linalg.vector_norm(S, dim=1).square_()  # [sum d_out], = r mean_j S_ij^2
     v.mul_(beta2).add_(squares, alpha=(1 - beta2) / S.shape[1])
-    root = (v / (1 - beta2**t)).sqrt_()
+    root = v.sqrt()
     scales = []
     for root_l, squares_l in zip(root.split(sizes), squares.split(sizes), strict=True):
         s = torch.where(root_l > 0, 1 / (root_l + eps * root_l.mean()), 0)
@@ -355,8 +365,7 @@ class LoGRA(torch.optim.Optimizer):
         super().__init__(weights, {"update_ratio": update_ratio, **options})
         self.sketches, self.update_ratio, self.options = sketches, update_ratio, options
         self.v = sketches.buffer.new_zeros(len(sketches.buffer))  # [sum d_out]
-        self.update = 0
-        self.sketch_norm = 0.0
+        self.update, self.sketch_norm, self.proposed = 0, 0.0, False
 
     @torch.no_grad()
     def propose(self, tokens: int) -> None:
@@ -370,18 +379,22 @@ class LoGRA(torch.optim.Optimizer):
         self.sketch_norm = torch.linalg.vector_norm(S).item()
         if not math.isfinite(self.sketch_norm):
             raise FloatingPointError(f"the sketch of update {self.update} is not finite")
-        row_adam(S, self.v, self.update + 1, sketches.sizes, **self.options)
+        row_adam(S, self.v, sketches.sizes, **self.options)
         D_norm = sum(projected_norm_squared(D, A) for A, D in sketches.widths()).sqrt().item()
         W_norm = math.sqrt(sum(row_norms_squared(m.weight) for m in sketches.layers.values()))
         sketches.buffer.mul_(self.update_ratio * W_norm / D_norm if D_norm else 0.0)
+        self.proposed = True
 
     @torch.no_grad()
     def step(self, alpha: float = 1.0) -> dict:
         """W <- W - F A with F = bfloat16(alpha U), then S = 0 and a new A.
 
         Returns {path: F}, which with the number of the update is all a generator needs.
+        Raises RuntimeError unless propose() came first.
         """
-        sketches = self.sketches
+        if not self.proposed:
+            raise RuntimeError("step() before propose(): the buffer holds S, not U")
+        sketches, self.proposed = self.sketches, False
         flat = sketches.buffer.mul_(alpha).to(torch.bfloat16)
         factors = dict(zip(sketches.layers, flat.split(sketches.sizes), strict=True))
         for path, module in sketches.layers.items():
@@ -397,16 +410,15 @@ class LoGRA(torch.optim.Optimizer):
 
     def state_dict(self) -> dict:
         """Tensors and plain numbers: loads with torch.load(..., weights_only=True)."""
-        return {"update": self.update, "v": self.v, "settings": self.sketches.settings}
+        settings = {**self.sketches.settings, "layers": list(self.sketches.layers)}
+        return {"update": self.update, "v": self.v, "settings": settings}
 
     def load_state_dict(self, state: dict) -> None:
-        """Raises ValueError if the state was made with another rank, seed, kind or refresh."""
-        for key, value in self.sketches.settings.items():
-            if state["settings"].get(key) != value:
-                was = state["settings"].get(key)
+        """Raises ValueError if the state was made with another rank, seed, kind or layers."""
+        for key, value in self.state_dict()["settings"].items():
+            if (was := state["settings"].get(key)) != value:
+                was, value = str(was)[:60], str(value)[:60]  # the layers are many
                 raise ValueError(f"the checkpoint has {key} {was}, this run has {key} {value}")
-        if state["v"].shape != self.v.shape:
-            raise ValueError(f"the checkpoint has {len(state['v'])} rows, not {len(self.v)}")
         self.update = state["update"]
         self.v.copy_(state["v"])
         self.sketches.buffer.zero_()
@@ -499,8 +511,9 @@ def blockwise_attention(module, query, key, value, mask, scaling, softcap=None, 
 
 
 @contextlib.contextmanager
-def probe_attention(model):
-    """Inside, the model attends by blockwise_attention; outside, as before, also after an error."""
+def probe_mode(model, sketches=None):
+    """Inside, the model attends by blockwise_attention and its target layers carry the derivative
+    along -U A; outside, also after an error, all is as before."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -509,9 +522,13 @@ def probe_attention(model):
     before = model.config._attn_implementation
     model.set_attn_implementation("logra_probe")
     try:
+        if sketches:
+            sketches.probing = True
         yield
     finally:
         model.set_attn_implementation(before)
+        if sketches:
+            sketches.probing = False
 
 
 def phi(x):
@@ -562,10 +579,9 @@ def predict_kl(model, sketches, probe, temperature=1.0, steps=None, micro_batch=
     """
     head, device = model.get_output_embeddings(), model.device
     total, count, hidden_before = 0.0, 0, []
-    with probe_attention(model), forward_ad.dual_level():
+    with probe_mode(model, sketches), forward_ad.dual_level():
         for samples in micro_batches(probe, micro_batch):
-            with probing(sketches):
-                hidden, _ = response_hidden(model, samples, device)  # [n, H], dual
+            hidden, _ = response_hidden(model, samples, device)  # [n, H], dual
             hidden_before.append(forward_ad.unpack_dual(hidden).primal)
             count += len(hidden)
             for h in hidden.split(chunk) if sketches else ():
@@ -578,18 +594,6 @@ def predict_kl(model, sketches, probe, temperature=1.0, steps=None, micro_batch=
     return curve, hidden_before
 
 
-@contextlib.contextmanager
-def probing(sketches):
-    """Inside, the target layers carry the derivative along -U A."""
-    if sketches:
-        sketches.probing = True
-    try:
-        yield
-    finally:
-        if sketches:
-            sketches.probing = False
-
-
 @torch.no_grad()
 def realised_kl(model, probe, hidden_before, temperature=1.0, micro_batch=1, chunk=512) -> float:
     """KL(before || after), mean per generated token of the probe, by the same path as predict_kl.
@@ -597,7 +601,7 @@ def realised_kl(model, probe, hidden_before, temperature=1.0, micro_batch=1, chu
     The head is frozen, so logits before the step are made again from its hidden states.
     """
     head, total = model.get_output_embeddings(), 0.0
-    with probe_attention(model):
+    with probe_mode(model):
         for samples, before in zip(micro_batches(probe, micro_batch), hidden_before, strict=True):
             after, _ = response_hidden(model, samples, model.device)  # [n, H]
             for h, h_after in zip(before.split(chunk), after.split(chunk), strict=True):
@@ -725,7 +729,7 @@ def hide_broken_packages() -> None:
     for name in ("torchvision", "torchaudio", "torchcodec"):
         try:
             importlib.import_module(name)
-        except Exception:  # whatever it raises, the package is of no use
+        except (ImportError, OSError, RuntimeError):
             for loaded in [m for m in sys.modules if m.split(".")[0] == name]:
                 del sys.modules[loaded]
             sys.modules[name] = None
@@ -757,11 +761,12 @@ class SketchSync:
     def sync_factors(self, factors: dict, update: int) -> None:
         """W <- W - F A for {path: F}, A redrawn from the number of the update, then round.
 
-        Raises RuntimeError unless every target layer is written.
+        Raises RuntimeError, before anything is written, unless every target layer would be.
         """
-        if factors.keys() != self.logra_masters.keys():
-            missed = sorted(factors.keys() ^ self.logra_masters.keys())
-            raise RuntimeError(f"target layers and factors differ: {missed}")
+        rank, masters = self.logra_settings["rank"], self.logra_masters
+        wanted = {(path, (len(W), rank)) for path, W in masters.items()}
+        if wrong := wanted ^ {(path, tuple(factor.shape)) for path, factor in factors.items()}:
+            raise RuntimeError(f"factors and target layers differ: {sorted(wrong)}")
         modules, projections = dict(self.get_model().named_modules()), {}
         for path, factor in factors.items():
             view, master = engine_rows(self.get_model(), modules, path), self.logra_masters[path]
@@ -813,7 +818,7 @@ class VLLMGenerator:
         hide_broken_packages()
         import vllm
         import vllm.model_executor.layers.utils as layer_utils
-        import vllm.model_executor.models.registry as registry
+        from vllm.model_executor.models import registry
 
         # The registry looks at the model class in a second interpreter, which costs seconds and
         # meets the broken torchvision again.  Here it looks for itself.
@@ -827,6 +832,8 @@ class VLLMGenerator:
             seed=0,
             max_model_len=max_length,
             max_num_seqs=256,
+            max_num_batched_tokens=max(8192, max_length),
+            enable_chunked_prefill=not on_cpu,  # on a CPU, seeded requests cannot be split
             enforce_eager=on_cpu,
             kv_cache_memory_bytes=int(kv_gib * 2**30),
             logprobs_mode="processed_logprobs",  # after the temperature: what was sampled from
@@ -839,24 +846,11 @@ class VLLMGenerator:
     def generate(self, prompts, seeds, max_new_tokens, temperature=1.0) -> list:
         """One Sample for each prompt (token ids) and seed; temperature 0 is greedy."""
         self.llm.reset_prefix_cache()  # so that what came before cannot matter, not even by a bit
-        params = [
-            self.vllm.SamplingParams(
-                max_tokens=max_new_tokens,
-                temperature=temperature,
-                seed=seed,
-                top_p=1.0,
-                top_k=0,
-                min_p=0.0,
-                presence_penalty=0.0,
-                frequency_penalty=0.0,
-                repetition_penalty=1.0,
-                stop_token_ids=self.eos_ids,
-                logprobs=0,
-                flat_logprobs=True,
-                detokenize=False,
-            )
-            for seed in seeds
-        ]
+        fixed = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+        fixed |= {"presence_penalty": 0.0, "frequency_penalty": 0.0, "detokenize": False}
+        fixed |= {"logprobs": 0, "flat_logprobs": True, "stop_token_ids": self.eos_ids}
+        fixed |= {"max_tokens": max_new_tokens, "temperature": temperature}
+        params = [self.vllm.SamplingParams(seed=seed, **fixed) for seed in seeds]
         requests = [{"prompt_token_ids": ids} for ids in prompts]
         outputs = [o.outputs[0] for o in self.llm.generate(requests, params, use_tqdm=False)]
         return [
@@ -894,11 +888,11 @@ class HFGenerator:
 
     @torch.no_grad()
     def generate(self, prompts, seeds, max_new_tokens, temperature=1.0, rows=256) -> list:
-        """As VLLMGenerator.generate, `rows` prompts at a time."""
+        """As VLLMGenerator.generate, at most `rows` prompts at a time."""
         if len(prompts) > rows:
-            rest = self.generate(prompts[rows:], seeds[rows:], max_new_tokens, temperature)
-            prompts, seeds = prompts[:rows], seeds[:rows]
-            return self.generate(prompts, seeds, max_new_tokens, temperature) + rest
+            cuts = [slice(i, i + rows) for i in range(0, len(prompts), rows)]
+            options = (max_new_tokens, temperature, rows)
+            return [s for cut in cuts for s in self.generate(prompts[cut], seeds[cut], *options)]
         device = self.model.device
         length = max(map(len, prompts))
         ids = torch.tensor([[0] * (length - len(p)) + p for p in prompts], device=device)
@@ -976,66 +970,73 @@ def peak_gib() -> float:
     return kib / 2**20
 
 
-def grpo(
-    model,
-    generator,
-    optimizer,
-    control,
-    draw,  # draw(step) -> [(index, token ids, row)], the prompts of a step
-    reward,  # reward(sample) -> float
-    steps,
-    *,
-    first_step=0,
-    seed=0,
-    group_size=8,
-    max_new_tokens=64,
-    temperature=1.0,
-    micro_batch=8,
-    updates_per_batch=1,
-    divide_by_std=True,
-    clip_low=0.2,
-    clip_high=0.28,
-    probe_responses=2,
-    linearised=False,
-    kl_check_every=1,
-    sync="factors",
-    dtype=torch.float32,
-):
+def compute_dtype(device, dtype: str):
+    """Inside, matrix products are made in `dtype`; weights stay float32, casts are not kept."""
+    low = dtype == "bfloat16"
+    return torch.autocast(device.type, torch.bfloat16, low, cache_enabled=False)
+
+
+def backward(model, samples, config, first: bool):
+    """Add the policy gradient of the samples, a SUM over their tokens, to S.
+
+    At the first update of a batch the trainer's log-probs become the old ones of the ratio.
+    Returns then the mean of log p_engine - log p_trainer over tokens of finished samples, or None.
+    """
+    device, head, differences = model.device, model.get_output_embeddings(), []
+    for micro in micro_batches(samples, config.micro_batch):
+        lengths = [len(s.completion) for s in micro]
+        with compute_dtype(device, config.dtype):
+            hidden, ids = response_hidden(model, micro, device)  # [n, H], [n]
+            logp = token_logprobs(hidden, head, ids, config.temperature)  # [n]
+        engine = torch.tensor([x for s in micro for x in s.logprobs], device=device)
+        if first:
+            for s, old in zip(micro, logp.detach().split(lengths), strict=True):
+                s.old_logprobs = old
+            ended = torch.tensor([s.finished for s in micro for _ in s.completion], device=device)
+            differences.append((engine - logp.detach())[ended])
+        old = torch.cat([s.old_logprobs for s in micro])
+        advantages = torch.tensor([s.advantage for s in micro for _ in s.completion], device=device)
+        policy_loss(logp, old, engine, advantages, config.clip_low, config.clip_high).backward()
+    finished = torch.cat(differences) if differences else torch.empty(0)
+    return finished.mean().item() if len(finished) else None
+
+
+def grpo(model, generator, optimizer, control, draw, reward, config, first_step=0):
     """Yield one dict of metrics after every update: a step is one batch, updated once or more.
 
+    draw(step) -> [(index, token ids, row)], the prompts of a step; reward(sample) -> float.
+    config: an object with the fields of train.Config that are read below, such as steps, seed,
+    group_size, temperature, micro_batch, clip_low.
     Everything random follows from (seed, step, prompt, sample) and the number of the update, so a
     run that starts again at first_step with the same weights and optimizer is the same run.
     """
-    sketches = getattr(optimizer, "sketches", None)
-    layers = optimizer.layers if sketches is None else sketches.layers
+    sketches = getattr(optimizer, "sketches", None)  # None: the dense control
+    layers = sketches.layers if sketches else optimizer.layers
     weights = {path: module.weight for path, module in layers.items()}
-    head, device = model.get_output_embeddings(), model.device
-    compute = functools.partial(
-        torch.autocast, device.type, torch.bfloat16, dtype != torch.float32, cache_enabled=False
-    )
-    kl = {"temperature": temperature, "micro_batch": micro_batch}
-    grid = control.grid() if linearised else None
+    compute = functools.partial(compute_dtype, model.device, config.dtype)
+    kl = {"temperature": config.temperature, "micro_batch": config.micro_batch}
+    grid = control.grid() if config.kl_predictor == "linearised" else None
 
-    for step in range(first_step, steps):
+    for step in range(first_step, config.steps):
         clock = Clock()
         # 1  G answers to each prompt, scored
-        prompts = [(*prompt, g) for prompt in draw(step) for g in range(group_size)]
-        seeds = [stable_seed("sample", seed, step, index, g) for index, _, _, g in prompts]
+        prompts = [(*prompt, g) for prompt in draw(step) for g in range(config.group_size)]
+        seeds = [stable_seed("sample", config.seed, step, index, g) for index, _, _, g in prompts]
         ids = [ids for _, ids, _, _ in prompts]
-        samples = generator.generate(ids, seeds, max_new_tokens, temperature)
-        clock.lap("generate")
+        samples = generator.generate(ids, seeds, config.max_new_tokens, config.temperature)
         for sample, (index, _, row, _) in zip(samples, prompts, strict=True):
             sample.index, sample.row = index, row
             sample.reward = reward(sample)
+        clock.lap("generate")
 
         # 2  who beat the group
-        rewards = torch.tensor([s.reward for s in samples]).view(-1, group_size)  # [P, G]
-        advantages = group_advantages(rewards, divide_by_std)
+        rewards = torch.tensor([s.reward for s in samples]).view(-1, config.group_size)  # [P, G]
+        advantages = group_advantages(rewards, config.divide_by_std)
         for sample, advantage in zip(samples, advantages.flatten().tolist(), strict=True):
             sample.advantage = advantage
         tokens = sum(len(s.completion) for s in samples)  # the one denominator
         alive = [s for s in samples if s.advantage]  # the others would add exactly 0
-        probe = samples[::group_size][:probe_responses]
+        probe = samples[:: config.group_size][: config.probe_responses]
         metrics = {
             "reward": rewards.mean().item(),
             "solved": (rewards > 0).float().mean().item(),
@@ -1044,29 +1045,12 @@ def grpo(
             "truncated": sum(not s.finished for s in samples) / len(samples),
         }
 
-        for repeat in range(updates_per_batch if alive else 1):
+        for repeat in range(config.updates_per_batch if alive else 1):
             update, alpha, predicted, realised, sent = optimizer.update, 0.0, None, None, 0
-            differences, finished = 0.0, 0
             # 3  adds dY^T (X A^T) to S
-            for micro in micro_batches(alive, micro_batch):
-                with compute():
-                    hidden, target = response_hidden(model, micro, device)  # [n, H], [n]
-                    logp = token_logprobs(hidden, head, target, temperature)  # [n]
-                lengths = torch.tensor([len(s.completion) for s in micro], device=device)
-                engine = torch.tensor([x for s in micro for x in s.logprobs], device=device)
-                adv = torch.tensor([s.advantage for s in micro], device=device).float()
-                if repeat == 0:
-                    for s, old in zip(micro, logp.detach().split(lengths.tolist()), strict=True):
-                        s.old_logprobs = old
-                    ended = torch.tensor([s.finished for s in micro], device=device)
-                    ended = ended.repeat_interleave(lengths)
-                    differences += (engine - logp.detach())[ended].sum().item()
-                    finished += ended.sum().item()
-                old = torch.cat([s.old_logprobs for s in micro])
-                adv = adv.repeat_interleave(lengths)  # [n]
-                policy_loss(logp, old, engine, adv, clip_low, clip_high).backward()
-            if finished:
-                control.observe(differences / finished)
+            difference = backward(model, alive, config, first=repeat == 0)
+            if difference is not None:
+                control.observe(difference)
             clock.lap("train")
 
             if alive:
@@ -1074,7 +1058,7 @@ def grpo(
                 optimizer.propose(tokens)
                 clock.lap("update")
                 # 5  how far the KL budget lets it go
-                check = kl_check_every and update % kl_check_every == 0
+                check = config.kl_check_every and update % config.kl_check_every == 0
                 curve, alpha = None, 1.0
                 if sketches or check:
                     with compute():
@@ -1091,7 +1075,7 @@ def grpo(
                         realised = realised_kl(model, probe, before, **kl)
                 clock.lap("probe")
                 # 7  send the factor and a number, not W
-                if sync == "factors":
+                if config.sync == "factors":
                     sent = generator.update(factors, update)
                 else:
                     sent = generator.load(weights)
@@ -1107,12 +1091,12 @@ def grpo(
                 "budget": control.budget(update),
                 "mismatch": control.mismatch,
                 "update_ratio": alpha * getattr(optimizer, "update_ratio", 0.0),
-                "grad_sketch_norm": optimizer.sketch_norm,
+                "grad_sketch_norm": optimizer.sketch_norm if alive else 0.0,
                 "sync_bytes": sent,
                 "tokens_per_second": tokens / sum(clock.seconds.values()),
                 "peak_gib": peak_gib(),
                 "seconds": clock.seconds,
                 "samples": samples,
-                "last": not alive or repeat == updates_per_batch - 1,  # of this batch
+                "last": not alive or repeat == config.updates_per_batch - 1,  # of this batch
             }
             clock = Clock()

@@ -32,14 +32,16 @@ from typing import Literal
 
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # before torch is imported
 
-import torch  # noqa: E402
+import torch
 
-import logra  # noqa: E402
+import logra
 
 logra.hide_broken_packages()  # before transformers is imported
 
-import transformers  # noqa: E402
-from tqdm import tqdm  # noqa: E402
+import transformers
+from tqdm import tqdm
+
+transformers.utils.logging.disable_progress_bar()  # one bar is enough, and it is ours
 
 
 class UserError(Exception):
@@ -51,12 +53,9 @@ class UserError(Exception):
 # ------------------------------------------------------------------------------------------------
 
 
-def flag(default, text, **metadata):
+def flag(default, text):
     """A field of Config: its default, and the help that the command line shows."""
-    metadata = {"help": text, **metadata}
-    if isinstance(default, list):
-        return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
-    return dataclasses.field(default=default, metadata=metadata)
+    return dataclasses.field(default=default, metadata={"help": text})
 
 
 @dataclass
@@ -96,7 +95,10 @@ class Config:
     # LoGRA
     optimizer: Literal["row_adam", "adamw"] = flag("row_adam", "LoGRA, or dense AdamW as control")
     rank: int = flag(256, "rank r of the sketches")
-    targets: list[str] = flag([], "last names of the layers to train (default: all linear ones)")
+    targets: list[str] = dataclasses.field(
+        default_factory=list,
+        metadata={"help": "last names of the layers to train; none given: all linear ones"},
+    )
     projection: Literal["rademacher", "gaussian"] = flag("rademacher", "distribution of A")
     refresh: int = flag(1, "updates between two draws of A; 0: never redrawn")
     update_ratio: float = flag(6e-5, "size of a proposed step relative to the weights")
@@ -125,7 +127,7 @@ class Config:
 # A model of 0.1 M weights takes larger steps than one of 7 B; these were chosen on seeds 0-2.
 BUILT_IN = {
     "reward": "exact",
-    "steps": 600,
+    "steps": 700,
     "prompts_per_step": 32,
     "max_prompt_tokens": 8,
     "max_new_tokens": 6,
@@ -137,10 +139,10 @@ BUILT_IN = {
     "lr": 3e-4,
     "kl_budget": 3e-2,
     "kl_budget_final": 3e-3,
-    "kl_budget_steps": 600,
+    "kl_budget_steps": 700,
     "probe_responses": 32,
     "kl_check_every": 1,
-    "eval_every": 40,
+    "eval_every": 50,
     "eval_rows": 500,
     "kv_gib": 0.25,
 }
@@ -168,11 +170,16 @@ def parse(argv) -> Config:
 
     parser.error = error
     config = Config(**vars(parser.parse_args(argv)))
+    if config.resume and config.out:
+        raise UserError("--resume goes on in its own directory; leave --out away")
     if config.resume:  # the run's own settings are the defaults of the flags
-        saved = load_json(Path(config.resume) / "config.json")
-        saved = {f.name: saved["config"].get(f.name) for f in dataclasses.fields(Config)}
+        path = Path(config.resume) / "config.json"
+        try:
+            saved = dataclasses.asdict(Config(**load_json(path)["config"]))
+        except (KeyError, TypeError) as error:
+            raise UserError(f"{path} is not the configuration of a run: {error!r}") from None
         parser.set_defaults(**saved)
-        config = Config(**vars(parser.parse_args(argv)))
+        config = absolute(Config(**vars(parser.parse_args(argv))))
         config.out = config.resume
         for name in FIXED:
             if getattr(config, name) != saved[name]:
@@ -193,10 +200,21 @@ def parse(argv) -> Config:
         raise UserError("--model needs --data FILE.jsonl to train on")
     if not config.model and (config.data or config.eval_data):
         raise UserError("--data and --eval-data need --model DIR_OR_NAME")
+    config = absolute(config)
     if config.dtype == "auto":
         config.dtype = "bfloat16" if torch.cuda.is_available() else "float32"
     if config.optimizer == "adamw":
         config.sync = "full"  # a dense step has no factors
+    return config
+
+
+def absolute(config: Config) -> Config:
+    """Its paths made absolute, so that a run can be resumed from another directory."""
+    for name in ("model", "data", "eval_data", "reward"):
+        value = getattr(config, name) or ""
+        path = value.rpartition(":")[0] if name == "reward" else value
+        if path and Path(path).exists():
+            setattr(config, name, os.path.abspath(value))
     return config
 
 
@@ -265,7 +283,7 @@ def tiny_model(seed: int):
     return transformers.Qwen2ForCausalLM(config).eval(), tokenizer
 
 
-def warm_up(model, tokenizer, rows, seed, batches=200, size=128):
+def warm_up(model, tokenizer, rows, seed, batches=360, size=128):
     """Imitate demonstrations of which 30% sort up, 40% sort down and 30% do nothing."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     order = shuffled(len(rows), "warm-up", seed)[: batches * size]
@@ -302,9 +320,9 @@ class Example:
 
 
 def read_rows(path: str) -> list:
-    """[(where, row)] of a JSONL file; blank lines are skipped.  Raises UserError naming the line."""
+    """[(where, row)] of a JSONL file without blank lines.  Raises UserError naming the line."""
     try:
-        lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
+        lines = Path(path).read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path} cannot be read: {error}") from None
     rows = []
@@ -321,7 +339,9 @@ def read_rows(path: str) -> list:
         row.setdefault("prompt", row.get("question"))
         if not isinstance(row["prompt"], str | list) or not row["prompt"]:
             raise UserError(f"{where} has no prompt (nor question)")
-        if not isinstance(row.get("answer"), str | int | float):
+        answer = row.get("answer")
+        finite = not isinstance(answer, float) or math.isfinite(answer)
+        if not isinstance(answer, str | int | float) or not finite:
             raise UserError(f"{where} has no answer")
         rows.append((where, row))
     if not rows:
@@ -338,7 +358,7 @@ def encode(tokenizer, prompt, where) -> list:
                 tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
             )
         except Exception as error:  # a template is a program; it may raise anything
-            raise UserError(f"{where}: the chat template refuses the prompt: {error}") from None
+            raise UserError(f"{where}: the chat template refuses the prompt: {error}") from error
     if isinstance(prompt, list):
         raise UserError(f"{where} is a chat, but the tokenizer has no chat template")
     return tokenizer.encode(prompt)
@@ -369,8 +389,9 @@ def last_number(text: str):
 
 
 def number_reward(completion: str, row: dict) -> float:
-    """1 if the last number of the completion is the last number of the answer."""
-    wanted = last_number(str(row["answer"]))
+    """1 if the last number of the completion is the answer, or the last number in its text."""
+    answer = row["answer"]
+    wanted = last_number(answer) if isinstance(answer, str) else Fraction(str(answer))
     return float(wanted is not None and last_number(completion) == wanted)
 
 
@@ -390,9 +411,12 @@ def load_reward(name: str):
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-        return getattr(module, function)
+        found = getattr(module, function)
+        if not callable(found):
+            raise TypeError(f"{function} is not a function")
+        return found
     except Exception as error:
-        raise UserError(f"--reward {name} cannot be loaded: {error!r}") from None
+        raise UserError(f"--reward {name} cannot be loaded: {error!r}") from error
 
 
 def score(function, tokenizer, sample) -> float:
@@ -401,7 +425,7 @@ def score(function, tokenizer, sample) -> float:
     try:
         value = float(function(completion, sample.row.row))
     except Exception as error:
-        raise UserError(f"the reward raised {error!r} on row {sample.row.where}") from None
+        raise UserError(f"the reward raised {error!r} on row {sample.row.where}") from error
     if not math.isfinite(value):
         raise UserError(f"the reward of row {sample.row.where} is {value}")
     return value
@@ -421,7 +445,7 @@ def load_model(path: str, flag_name: str):
         model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     except Exception as error:  # from_pretrained raises a dozen kinds
         reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
-        raise UserError(f"{flag_name} {path} cannot be loaded: {reason}") from None
+        raise UserError(f"{flag_name} {path} cannot be loaded: {reason}") from error
     return model.eval(), tokenizer, stored
 
 
@@ -444,9 +468,11 @@ def save_checkpoint(out: Path, step: int, model, tokenizer, stored, optimizer, c
     if final.exists():
         return  # a resumed run that had nothing left to do
     shutil.rmtree(aside, ignore_errors=True)
-    cast = functools.cache(lambda tensor: tensor.to(stored))  # tied weights stay one tensor
-    model.config.dtype = stored
-    model.save_pretrained(aside, state_dict={k: cast(v) for k, v in model.state_dict().items()})
+    cast = {v.data_ptr(): v.to(stored) for v in model.state_dict().values()}  # tied: one tensor
+    exported = {k: cast[v.data_ptr()] for k, v in model.state_dict().items()}
+    model.save_pretrained(aside, state_dict=exported)
+    model.config.dtype = stored  # save_pretrained has put the trainer's float32 there
+    model.config.save_pretrained(aside)
     tokenizer.save_pretrained(aside)
     masters = {path: m.weight.detach() for path, m in layers.items() if stored != torch.float32}
     state = {
@@ -476,7 +502,7 @@ def load_state(path: Path) -> dict:
         return torch.load(path / "trainer.pt", weights_only=True)
     except Exception as error:
         reason = str(error).splitlines()[0] if str(error) else repr(error)
-        raise UserError(f"{path}/trainer.pt cannot be read: {reason}") from None
+        raise UserError(f"{path}/trainer.pt cannot be read: {reason}") from error
 
 
 def restore(state, path, optimizer, control, layers) -> int:
@@ -497,7 +523,7 @@ def restore(state, path, optimizer, control, layers) -> int:
 
 
 def evaluate(generator, examples, reward, config, temperature):
-    """Mean reward over the held-out examples, and the samples.  The draws are the same each time."""
+    """Mean reward over the held-out examples, and the samples; the same draws every time."""
     repeats = config.eval_samples if temperature else 1
     chosen = [(i, k) for i in range(len(examples)) for k in range(repeats)]
     seeds = [logra.stable_seed("eval", config.seed, i, k) for i, k in chosen]
@@ -510,7 +536,7 @@ def evaluate(generator, examples, reward, config, temperature):
 
 
 def step_line(m: dict) -> str:
-    """What a step says on the screen: reward first, predicted KL -> realised KL, and the loss nowhere."""
+    """What a step says: reward first, predicted KL -> realised KL, and the loss nowhere."""
 
     def kl(value):
         return "-" if value is None else f"{value:.1e}"
@@ -547,7 +573,8 @@ class Journal:
         self.out = out
         for name in ("metrics.jsonl", "samples.jsonl"):  # what a resumed run will write again
             if (path := out / name).exists():
-                kept = [line for line in path.read_text().splitlines() if keep(line, first_step)]
+                lines = path.read_text().splitlines() if first_step else []  # 0 starts over
+                kept = [line for line in lines if keep(line, first_step)]
                 path.with_suffix(".partial").write_text("".join(f"{line}\n" for line in kept))
                 path.with_suffix(".partial").rename(path)
 
@@ -584,12 +611,6 @@ def run(config: Config) -> None:
     # Everything that may be wrong is read before anything is written
     checkpoint = last_checkpoint(out) if config.resume else None
     state = load_state(checkpoint) if checkpoint else None
-    if config.model or checkpoint:
-        source = str(checkpoint) if checkpoint else config.model
-        model, tokenizer, stored = load_model(source, "--resume" if checkpoint else "--model")
-    else:
-        model, tokenizer = tiny_model(config.seed)
-        stored = torch.float32
     if config.model:
         rows = read_rows(config.data)
         held_out = read_rows(config.eval_data) if config.eval_data else []
@@ -598,6 +619,12 @@ def run(config: Config) -> None:
             [(f"{kind} row {i}", row) for i, row in enumerate(rows, 1)]
             for kind, rows in zip(("training", "held-out"), sorting_rows(config.seed), strict=True)
         )
+    if config.model or checkpoint:
+        source = str(checkpoint) if checkpoint else config.model
+        model, tokenizer, stored = load_model(source, "--resume" if checkpoint else "--model")
+    else:
+        model, tokenizer = tiny_model(config.seed)
+        stored = torch.float32
     held_out = held_out[: config.eval_rows or None]
     longest = config.max_prompt_tokens
     examples = load_examples(rows, tokenizer, longest, "--data")
@@ -615,7 +642,11 @@ def run(config: Config) -> None:
         raise UserError(f"--targets: {error}") from None
 
     # The run directory exists from here on
-    out.mkdir(parents=True, exist_ok=True)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--out {out} cannot be made: {error}") from None
+    config.out = str(out)
     versions = {m.__name__: m.__version__ for m in (torch, transformers)}
     settings = {"config": dataclasses.asdict(config), "versions": versions, "world_size": 1}
     (out / "config.json").write_text(json.dumps(settings, indent=1))
@@ -662,10 +693,15 @@ def run(config: Config) -> None:
     if config.engine == "hf":
         generator = logra.HFGenerator(model, eos_ids)
     else:
-        directory = config.model or out / "step-0"
-        generator = logra.VLLMGenerator(
-            directory, eos_ids, max_length, sketch_settings, config.dtype, config.kv_gib
-        )
+        directory = checkpoint or config.model or out / "step-0"
+        try:
+            generator = logra.VLLMGenerator(
+                directory, eos_ids, max_length, sketch_settings, config.dtype, config.kv_gib
+            )
+            generator.generate([examples[0].ids], [0], 1)  # some models are refused only here
+        except (ValueError, RuntimeError) as error:  # vLLM's own words: too little memory, ...
+            reason = str(error).strip().splitlines()[0]
+            raise UserError(f"the engine does not start: {reason}") from None
     generator.load({path: m.weight.detach() for path, m in layers.items()})
     seconds = {"start": time.perf_counter() - started}
 
@@ -703,30 +739,8 @@ def run(config: Config) -> None:
     bar = tqdm(total=config.steps, initial=first_step, unit="step", leave=False)
     step = first_step
     try:
-        for metrics in logra.grpo(
-            model,
-            generator,
-            optimizer,
-            control,
-            draw,
-            reward,
-            config.steps,
-            first_step=first_step,
-            seed=config.seed,
-            group_size=config.group_size,
-            max_new_tokens=config.max_new_tokens,
-            temperature=config.temperature,
-            micro_batch=config.micro_batch,
-            updates_per_batch=config.updates_per_batch,
-            divide_by_std=config.divide_by_std,
-            clip_low=config.clip_low,
-            clip_high=config.clip_high,
-            probe_responses=config.probe_responses,
-            linearised=config.kl_predictor == "linearised",
-            kl_check_every=config.kl_check_every,
-            sync=config.sync,
-            dtype=getattr(torch, config.dtype),
-        ):
+        loop = logra.grpo(model, generator, optimizer, control, draw, reward, config, first_step)
+        for metrics in loop:
             metrics.pop("samples")
             last = metrics.pop("last")
             journal.write("metrics.jsonl", metrics)
@@ -743,9 +757,9 @@ def run(config: Config) -> None:
                 save(step)
     except (UserError, FloatingPointError) as error:
         save(step)
-        bar.close()
         raise UserError(f"{error}; stopped after step {step}, saved in {out}/step-{step}") from None
-    bar.close()
+    finally:
+        bar.close()
     report(out, seconds)
 
 
@@ -760,7 +774,7 @@ def next_free(stem: str) -> Path:
 
 
 def report(out: Path, seconds: dict) -> None:
-    """The last screen: accuracy before and after, its curve, answers, time by phase, where it is."""
+    """The last screen: accuracy before and after, curve, answers, seconds by phase, and where."""
     records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     evaluations = [r for r in records if "eval_accuracy" in r]
     if evaluations:
@@ -770,7 +784,8 @@ def report(out: Path, seconds: dict) -> None:
             print(f"greedy            {first['greedy']:.3f} -> {last['greedy']:.3f}")
         print(f"\n{curve([(r['step'], r['eval_accuracy']) for r in evaluations])}\n")
         shown = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
-        for before, after in zip(shown[:3], shown[-3:], strict=True):
+        n = sum(s["step"] == shown[-1]["step"] for s in shown)
+        for before, after in zip(shown[:n], shown[-n:], strict=True):
             words = (str(x)[-40:] for x in (before["prompt"], before["completion"]))
             print("held-out prompt {!r}: before {!r},".format(*words), end=" ")
             print(f"after {after['completion'][-40:]!r}")
@@ -780,7 +795,7 @@ def report(out: Path, seconds: dict) -> None:
 
 def main(argv=None) -> int:
     """Exit code 0; 2 with one sentence if the user can put something right; 130 after Ctrl-C."""
-    out = None
+    config = None
     try:
         config = parse(sys.argv[1:] if argv is None else argv)
         run(config)
@@ -792,7 +807,7 @@ def main(argv=None) -> int:
         print(f"error: {error}; the last checkpoint is whole", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print(f"interrupted; go on with --resume {out or 'DIR'}", file=sys.stderr)
+        print(f"interrupted; go on with --resume {config and config.out or 'DIR'}", file=sys.stderr)
         return 130
 
 
