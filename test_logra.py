@@ -2202,7 +2202,7 @@ def test_every_epoch_has_every_row_once_in_an_order_of_its_own():
 
 def test_held_out_rows_are_never_trained_on():
     """The built-in task's two sets share no prompt, and together they are all 100,000."""
-    sets = ({row["prompt"] for row in rows} for rows in sorting_rows(seed=0))
+    sets = ({row["prompt"] for _, row in rows} for rows in sorting_rows(seed=0))
     training, held_out = sets
     assert not training & held_out and len(training) + len(held_out) == 100_000
     assert 9_000 < len(held_out) < 11_000
@@ -2221,7 +2221,7 @@ def test_warm_up_sees_training_rows_only(lab, tmp_path, monkeypatch):
 
     monkeypatch.setattr(logra, "grpo", watched)
     assert main(lab, f"{SMALL} --steps 2 --out {tmp_path}/run") == 0
-    held_out = {row["prompt"] for row in train.sorting_rows(seed=0)[1]}
+    held_out = {row["prompt"] for _, row in train.sorting_rows(seed=0)[1]}
     assert len(seen) == 2000 and len(set(played)) == 8
     assert not held_out & {row["prompt"] for row in seen} and not held_out & set(played)
 

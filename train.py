@@ -25,9 +25,11 @@ import re
 import shutil
 import sys
 import time
+import warnings
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Literal
 
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # before torch is imported
@@ -42,6 +44,7 @@ import transformers
 from tqdm import tqdm
 
 transformers.utils.logging.disable_progress_bar()  # one bar is enough, and it is ours
+warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")  # nothing of ours
 
 
 class UserError(Exception):
@@ -246,7 +249,10 @@ def sorting_rows(seed: int):
         held_out = hashlib.sha256(digits.encode()).digest()[0] < 26  # 10%
         rows[held_out].append({"prompt": f"{digits}=", "answer": "".join(sorted(digits))})
     order = shuffled(len(rows[True]), "held out", seed)
-    return rows[False], [rows[True][i] for i in order]
+    return tuple(
+        [(f"{kind} row {i}", row) for i, row in enumerate(part, 1)]
+        for kind, part in (("training", rows[False]), ("held-out", [rows[True][i] for i in order]))
+    )
 
 
 def shuffled(n: int, *key) -> list:
@@ -458,13 +464,14 @@ def end_tokens(model, tokenizer) -> list:
     return ids
 
 
-def save_checkpoint(out: Path, step: int, model, tokenizer, stored, optimizer, control, layers):
+def save_checkpoint(step: int, it, optimizer, control) -> None:
     """out/step-N: a Hugging Face directory and trainer.pt; written aside, then renamed.
 
     The model is stored in its own dtype.  Where that is not float32, trainer.pt has the float32
     weights of the target layers, since rounding them would lose what was learned.
     """
-    final, aside = out / f"step-{step}", out / f".step-{step}.partial"
+    model, stored = it.model, it.stored
+    final, aside = it.out / f"step-{step}", it.out / f".step-{step}.partial"
     if final.exists():
         return  # a resumed run that had nothing left to do
     shutil.rmtree(aside, ignore_errors=True)
@@ -473,8 +480,9 @@ def save_checkpoint(out: Path, step: int, model, tokenizer, stored, optimizer, c
     model.save_pretrained(aside, state_dict=exported)
     model.config.dtype = stored  # save_pretrained has put the trainer's float32 there
     model.config.save_pretrained(aside)
-    tokenizer.save_pretrained(aside)
-    masters = {path: m.weight.detach() for path, m in layers.items() if stored != torch.float32}
+    it.tokenizer.save_pretrained(aside)
+    rounded = it.layers.items() if stored != torch.float32 else ()
+    masters = {path: module.weight.detach() for path, module in rounded}
     state = {
         "step": step,
         "mismatch": control.mismatch,
@@ -547,6 +555,7 @@ def step_line(m: dict) -> str:
         f" | dead groups {m['dead_groups']:.0%} | len {m['length']:.0f} (cut {m['truncated']:.0%})"
         f" | KL {kl(m['kl_predicted'])} -> {kl(m['kl_realised'])} | alpha {m['alpha']:.2f}"
         f" | {m['tokens_per_second'] / 1000:.1f}k tok/s | {m['peak_gib']:.2f} GiB | {seconds} s"
+        + (" | no group has a signal: nothing moved" if m["dead_groups"] == 1 else "")
     )
 
 
@@ -560,10 +569,10 @@ def curve(points, width=60, height=10) -> str:
         (x0, y0), (x1, y1) = points[max(after - 1, 0)], points[after]
         y = y1 if x1 == x0 else y0 + (y1 - y0) * (at - x0) / (x1 - x0)
         cells[height - 1 - min(int(y * height), height - 1)][column] = "*"
-    axis = [f"{1 - i / height:4.1f} |" for i in range(height)]
+    axis = [f"{(height - 1 - i) / height:4.1f} |" for i in range(height)]  # the row's lower edge
     lines = [a + "".join(row).rstrip() for a, row in zip(axis, cells, strict=True)]
     steps = f"{0:<6}{'step':^{width - 12}}{last:>6}"
-    return "\n".join([*lines, " 0.0 +" + "-" * width, " " * 6 + steps])
+    return "\n".join([*lines, "     +" + "-" * width, " " * 6 + steps])
 
 
 class Journal:
@@ -596,171 +605,180 @@ def keep(line: str, first_step: int) -> bool:
 # ------------------------------------------------------------------------------------------------
 
 
-def run(config: Config) -> None:
-    """One run, from the configuration to the last checkpoint."""
-    started = time.perf_counter()
-    if config.model is None:  # a model this small is fastest with one thread
-        os.environ["OMP_NUM_THREADS"] = "1"
-        torch.set_num_threads(1)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+def prepare(config: Config) -> SimpleNamespace:
+    """Everything that may be wrong is read here, before anything is written.
+
+    Returns out, checkpoint, state, model, tokenizer, stored (dtype), examples, held_out, layers,
+    eos_ids, max_length and reward.  Raises UserError.
+    """
     reward_function = load_reward(config.reward)
-    out = Path(config.out) if config.out else next_free("sort" if not config.model else "run")
+    out = Path(config.out) if config.out else next_free("run" if config.model else "sort")
     if out.exists() and not config.resume:
         raise UserError(f"--out {out} exists; go on with --resume {out}, or choose another name")
-
-    # Everything that may be wrong is read before anything is written
     checkpoint = last_checkpoint(out) if config.resume else None
     state = load_state(checkpoint) if checkpoint else None
     if config.model:
         rows = read_rows(config.data)
         held_out = read_rows(config.eval_data) if config.eval_data else []
     else:
-        rows, held_out = (
-            [(f"{kind} row {i}", row) for i, row in enumerate(rows, 1)]
-            for kind, rows in zip(("training", "held-out"), sorting_rows(config.seed), strict=True)
-        )
-    if config.model or checkpoint:
-        source = str(checkpoint) if checkpoint else config.model
-        model, tokenizer, stored = load_model(source, "--resume" if checkpoint else "--model")
+        rows, held_out = sorting_rows(config.seed)
+    if checkpoint:
+        model, tokenizer, stored = load_model(str(checkpoint), "--resume")
+    elif config.model:
+        model, tokenizer, stored = load_model(config.model, "--model")
     else:
-        model, tokenizer = tiny_model(config.seed)
-        stored = torch.float32
-    held_out = held_out[: config.eval_rows or None]
-    longest = config.max_prompt_tokens
-    examples = load_examples(rows, tokenizer, longest, "--data")
-    held_out = load_examples(held_out, tokenizer, longest, "--eval-data") if held_out else []
+        model, tokenizer, stored = *tiny_model(config.seed), torch.float32
+    examples = load_examples(rows, tokenizer, config.max_prompt_tokens, "--data")
+    if held_out := held_out[: config.eval_rows or None]:
+        held_out = load_examples(held_out, tokenizer, config.max_prompt_tokens, "--eval-data")
     max_length = config.max_prompt_tokens + config.max_new_tokens
     if max_length > (limit := getattr(model.config, "max_position_embeddings", max_length)):
-        raise UserError(
-            f"--max-prompt-tokens + --max-new-tokens is {max_length}, but the model has {limit}"
-            " positions"
-        )
-    eos_ids = end_tokens(model, tokenizer)
+        flags = "--max-prompt-tokens + --max-new-tokens"
+        raise UserError(f"{flags} is {max_length}, but the model has {limit} positions")
     try:
         layers = logra.find_targets(model, config.targets)
     except ValueError as error:
         raise UserError(f"--targets: {error}") from None
+    return SimpleNamespace(
+        out=out,
+        checkpoint=checkpoint,
+        state=state,
+        model=model,
+        tokenizer=tokenizer,
+        stored=stored,
+        examples=examples,
+        held_out=held_out,
+        layers=layers,
+        eos_ids=end_tokens(model, tokenizer),
+        max_length=max_length,
+        reward=functools.partial(score, reward_function, tokenizer),
+    )
 
-    # The run directory exists from here on
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"--out {out} cannot be made: {error}") from None
-    config.out = str(out)
-    versions = {m.__name__: m.__version__ for m in (torch, transformers)}
-    settings = {"config": dataclasses.asdict(config), "versions": versions, "world_size": 1}
-    (out / "config.json").write_text(json.dumps(settings, indent=1))
-    if not config.model and not checkpoint:
-        warm_up(model, tokenizer, [example.row for example in examples], config.seed)
-    model.to(device)
-    if config.checkpointing:
-        logra.checkpoint_layers(model)
+
+def build_optimizer(config: Config, model, layers):
+    """What turns backward passes into steps, the KL control, and the settings of the sketches."""
     if config.optimizer == "adamw":
         print(f"adamw: {logra.freeze_all_but(model, layers)}", file=sys.stderr)
-        optimizer = logra.DenseAdamW(layers, config.lr)
-        sketch_settings = {}
+        optimizer, settings = logra.DenseAdamW(layers, config.lr), {}
     else:
         sketches = logra.attach_sketches(
             model, config.rank, config.targets, config.seed, config.projection, config.refresh
         )
-        optimizer = logra.LoGRA(
-            sketches, config.update_ratio, keep_layer_norm=config.keep_layer_norm
-        )
-        sketch_settings = sketches.settings
-    control = logra.KLControl(
-        config.kl_budget,
-        config.kl_budget_final,
-        config.kl_budget_steps,
-        config.alpha_max,
-        config.kl_control,
-    )
-    save = functools.partial(
-        save_checkpoint,
-        out,
-        model=model,
-        tokenizer=tokenizer,
-        stored=stored,
-        optimizer=optimizer,
-        control=control,
-        layers=layers,
-    )
-    first_step = restore(state, checkpoint, optimizer, control, layers) if state else 0
-    if not config.model:
-        save(0)  # the engine starts from a directory
-    journal = Journal(out, first_step)
+        keep = config.keep_layer_norm
+        optimizer = logra.LoGRA(sketches, config.update_ratio, keep_layer_norm=keep)
+        settings = sketches.settings
+    budget = (config.kl_budget, config.kl_budget_final, config.kl_budget_steps)
+    return optimizer, logra.KLControl(*budget, config.alpha_max, config.kl_control), settings
 
+
+def start_engine(config: Config, it, settings):
+    """The generator, with the trainer's weights.  Raises UserError if vLLM refuses."""
     print(f"starting {config.engine} ...", file=sys.stderr)
     if config.engine == "hf":
-        generator = logra.HFGenerator(model, eos_ids)
-    else:
-        directory = checkpoint or config.model or out / "step-0"
-        try:
-            generator = logra.VLLMGenerator(
-                directory, eos_ids, max_length, sketch_settings, config.dtype, config.kv_gib
-            )
-            generator.generate([examples[0].ids], [0], 1)  # some models are refused only here
-        except (ValueError, RuntimeError) as error:  # vLLM's own words: too little memory, ...
-            reason = str(error).strip().splitlines()[0]
-            raise UserError(f"the engine does not start: {reason}") from None
-    generator.load({path: m.weight.detach() for path, m in layers.items()})
-    seconds = {"start": time.perf_counter() - started}
-
-    reward = functools.partial(score, reward_function, tokenizer)
-
-    def draw(step):  # epoch after epoch, each in an order of its own
-        chosen = []
-        for place in range(step * config.prompts_per_step, (step + 1) * config.prompts_per_step):
-            epoch, i = divmod(place, len(examples))
-            index = epoch_order(len(examples), config.seed, epoch)[i]
-            chosen.append((place, examples[index].ids, examples[index]))
-        return chosen
-
-    def assess(step, greedy=False):
-        begun = time.perf_counter()
-        record = {"step": step, "eval_rows": len(held_out), "eval_samples": config.eval_samples}
-        temperature = config.eval_temperature
-        accuracy, samples = evaluate(generator, held_out, reward, config, temperature)
-        record["eval_accuracy"] = accuracy
-        if greedy:
-            record["greedy"], samples = evaluate(generator, held_out, reward, config, 0.0)
-        journal.write("metrics.jsonl", record)
-        for s in samples[:3]:
-            answer = tokenizer.decode(s.completion, skip_special_tokens=True)
-            shown = {"prompt": s.row.row["prompt"], "completion": answer, "reward": s.reward}
-            journal.write("samples.jsonl", {"step": step, **shown})
-        seconds["evaluate"] = seconds.get("evaluate", 0.0) + time.perf_counter() - begun
-        tqdm.write(
-            f"step {step} | held-out accuracy {accuracy:.3f}"
-            + (f" | greedy {record['greedy']:.3f}" if greedy else "")
-        )
-
-    if held_out and first_step == 0:
-        assess(0, greedy=True)
-    bar = tqdm(total=config.steps, initial=first_step, unit="step", leave=False)
-    step = first_step
+        return logra.HFGenerator(it.model, it.eos_ids)
+    directory = it.checkpoint or config.model or it.out / "step-0"
     try:
-        loop = logra.grpo(model, generator, optimizer, control, draw, reward, config, first_step)
+        generator = logra.VLLMGenerator(
+            directory, it.eos_ids, it.max_length, settings, config.dtype, config.kv_gib
+        )
+        generator.generate([it.examples[0].ids], [0], 1)  # some models are refused only here
+    except (ValueError, RuntimeError) as error:  # vLLM's own words: too little memory, ...
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(f"the engine does not start: {reason}") from None
+    generator.load({path: m.weight.detach() for path, m in it.layers.items()})
+    return generator
+
+
+def draw_prompts(examples, config: Config, step: int) -> list:
+    """[(place, token ids, example)] of a step: epoch after epoch, each in an order of its own."""
+    chosen = []
+    for place in range(step * config.prompts_per_step, (step + 1) * config.prompts_per_step):
+        epoch, i = divmod(place, len(examples))
+        example = examples[epoch_order(len(examples), config.seed, epoch)[i]]
+        chosen.append((place, example.ids, example))
+    return chosen
+
+
+def assess(config: Config, it, generator, journal, step: int, greedy: bool) -> None:
+    """Evaluate on the held-out rows and write it down; greedy as well before and after the run."""
+    record = {"step": step, "eval_rows": len(it.held_out), "eval_samples": config.eval_samples}
+    temperature = config.eval_temperature
+    accuracy, samples = evaluate(generator, it.held_out, it.reward, config, temperature)
+    record["eval_accuracy"], line = accuracy, f"step {step} | held-out accuracy {accuracy:.3f}"
+    if greedy:
+        record["greedy"], samples = evaluate(generator, it.held_out, it.reward, config, 0.0)
+        line += f" | greedy {record['greedy']:.3f}"
+    journal.write("metrics.jsonl", record)
+    for s in samples[:3]:
+        answer = it.tokenizer.decode(s.completion, skip_special_tokens=True)
+        shown = {"prompt": s.row.row["prompt"], "completion": answer, "reward": s.reward}
+        journal.write("samples.jsonl", {"step": step, **shown})
+    tqdm.write(line)
+
+
+def run(config: Config) -> None:
+    """One run, from the configuration to the last checkpoint."""
+    clock = logra.Clock()
+    if config.model is None:  # a model this small is fastest with one thread
+        os.environ["OMP_NUM_THREADS"] = "1"
+        torch.set_num_threads(1)
+    it = prepare(config)
+
+    # The run directory exists from here on
+    try:
+        it.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--out {it.out} cannot be made: {error}") from None
+    config.out = str(it.out)
+    versions = {m.__name__: m.__version__ for m in (torch, transformers)}
+    settings = {"config": dataclasses.asdict(config), "versions": versions, "world_size": 1}
+    (it.out / "config.json").write_text(json.dumps(settings, indent=1))
+    if not config.model and not it.checkpoint:
+        warm_up(it.model, it.tokenizer, [example.row for example in it.examples], config.seed)
+    it.model.to("cuda" if torch.cuda.is_available() else "cpu")
+    if config.checkpointing:
+        logra.checkpoint_layers(it.model)
+    optimizer, control, settings = build_optimizer(config, it.model, it.layers)
+    step = restore(it.state, it.checkpoint, optimizer, control, it.layers) if it.state else 0
+    save = functools.partial(save_checkpoint, it=it, optimizer=optimizer, control=control)
+    if not config.model:
+        save(0)  # the engine starts from a directory
+    journal = Journal(it.out, step)
+    generator = start_engine(config, it, settings)
+    clock.lap("start")
+
+    if it.held_out and step == 0:
+        assess(config, it, generator, journal, 0, greedy=True)
+        clock.lap("evaluate")
+    draw = functools.partial(draw_prompts, it.examples, config)
+    loop = logra.grpo(it.model, generator, optimizer, control, draw, it.reward, config, step)
+    bar = tqdm(total=config.steps, initial=step, unit="step", leave=False)
+    try:
         for metrics in loop:
-            metrics.pop("samples")
+            del metrics["samples"]
             last = metrics.pop("last")
             journal.write("metrics.jsonl", metrics)
-            for phase, value in metrics["seconds"].items():
-                seconds[phase] = seconds.get(phase, 0.0) + value
+            for phase, seconds in metrics["seconds"].items():
+                clock.seconds[phase] = clock.seconds.get(phase, 0.0) + seconds
             tqdm.write(step_line(metrics))
             if not last:
                 continue
             step = metrics["step"]
             bar.update()
-            if held_out and (step % config.eval_every == 0 or step == config.steps):
-                assess(step, greedy=step == config.steps)
+            clock.last = time.perf_counter()
+            if it.held_out and (step % config.eval_every == 0 or step == config.steps):
+                assess(config, it, generator, journal, step, greedy=step == config.steps)
+                clock.lap("evaluate")
             if step % config.save_every == 0 or step == config.steps:
                 save(step)
+                clock.lap("save")
     except (UserError, FloatingPointError) as error:
         save(step)
-        raise UserError(f"{error}; stopped after step {step}, saved in {out}/step-{step}") from None
+        saved = f"{it.out}/step-{step}"
+        raise UserError(f"{error}; stopped after step {step}, saved in {saved}") from None
     finally:
         bar.close()
-    report(out, seconds)
+    report(it.out, clock.seconds)
 
 
 @functools.lru_cache(maxsize=2)
