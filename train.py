@@ -130,7 +130,7 @@ class Config:
 # A model of 0.1 M weights takes larger steps than one of 7 B; these were chosen on seeds 0-2.
 BUILT_IN = {
     "reward": "exact",
-    "steps": 700,
+    "steps": 800,
     "prompts_per_step": 32,
     "max_prompt_tokens": 8,
     "max_new_tokens": 6,
@@ -142,7 +142,7 @@ BUILT_IN = {
     "lr": 3e-4,
     "kl_budget": 3e-2,
     "kl_budget_final": 3e-3,
-    "kl_budget_steps": 700,
+    "kl_budget_steps": 800,
     "probe_responses": 32,
     "kl_check_every": 1,
     "eval_every": 50,
@@ -289,7 +289,7 @@ def tiny_model(seed: int):
     return transformers.Qwen2ForCausalLM(config).eval(), tokenizer
 
 
-def warm_up(model, tokenizer, rows, seed, batches=360, size=128):
+def warm_up(model, tokenizer, rows, seed, batches=320, size=128):
     """Imitate demonstrations of which 30% sort up, 40% sort down and 30% do nothing."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     order = shuffled(len(rows), "warm-up", seed)[: batches * size]
