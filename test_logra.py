@@ -2652,5 +2652,5 @@ def test_time_of_a_step():
     ratios = {name: value / medians["foreach"] for name, value in medians.items()}
     print(f"\nseconds {medians}, ratios {ratios}")
     # The goal for rank 256 is .80.  Where AdamW's memory traffic is cheap only its products are
-    # left to save, and of their operations LoGRA needs .91: there .83 was the least that was seen.
+    # left to save, and of their operations LoGRA needs .93: there .83 was the least that was seen.
     assert ratios["r64"] <= 0.70 and ratios["r256"] <= 0.85
