@@ -618,6 +618,65 @@ class DenseAdamW(torch.optim.AdamW):
         self.param_groups[0]["lr"] = self.defaults["lr"]
 
 
+class LoRA(DenseAdamW):
+    """The other control: W = W_0 + B A of the same rank, AdamW on A and B (arXiv 2106.09685).
+
+    W is kept merged, so that engine and checkpoints see it as they see any other W.  The adapters
+    are small, and every rank has them whole.
+    """
+
+    def __init__(self, layers: dict, rank, lr=1e-4, seed=0):
+        self.layers, self.update, self.sketch_norm, self.adapters = layers, 0, 0.0, {}
+        for path, module in layers.items():
+            W = local(module.weight)  # [own d_out, d_in]
+            A = make_projection(rank, W.shape[1], stable_seed("lora", seed, path), "gaussian")
+            A = (A * (rank / W.shape[1]) ** 0.5).to(W)  # [r, d_in], entries of variance 1 / d_in
+            B = W.new_zeros(module.out_features, rank)  # [d_out, r]: W starts where it was
+            self.adapters[path] = (torch.nn.Parameter(A), torch.nn.Parameter(B))
+            module.forward = functools.partial(self.forward, path, module)
+        parameters = [p for pair in self.adapters.values() for p in pair]
+        torch.optim.AdamW.__init__(self, parameters, lr, (0.9, 0.95), weight_decay=0)
+
+    def forward(self, path, module, X):
+        """Y = X W^T + b.  Z = (X A^T) B^T is in W already: it adds nothing but its gradient."""
+        A, B = self.adapters[path]
+        Y = F.linear(X, module.weight, module.bias)
+        if not torch.is_grad_enabled():
+            return Y
+        Z = X.detach() @ A.T.to(X.dtype) @ B.T.to(X.dtype)
+        return Y + (Z - Z.detach()).to(Y.dtype)
+
+    @torch.no_grad()
+    def propose(self, tokens: int) -> None:
+        """The one division by tokens.  Raises FloatingPointError if a gradient is not finite."""
+        grads = [rank_sum(p.grad).div_(tokens) for pair in self.adapters.values() for p in pair]
+        self.sketch_norm = torch.nn.utils.get_total_norm(grads).item()
+        if not math.isfinite(self.sketch_norm):
+            raise FloatingPointError(f"the gradient of update {self.update} is not finite")
+
+    @torch.no_grad()
+    def step(self, alpha: float = 1.0) -> None:
+        """W <- W - B A (before) + B A (after), on the owned rows."""
+        for sign in (-1, 1):
+            for path, (A, B) in self.adapters.items():
+                W = local(self.layers[path].weight)
+                W.addmm_(B[owned(len(B))], A, alpha=sign)
+            if sign < 0:
+                super().step()
+
+    def state_dict(self) -> dict:
+        """As DenseAdamW's, with A and B."""
+        return {**super().state_dict(), "adapters": self.adapters}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict) -> None:
+        """W has its adapters merged already, so they are only put in place."""
+        for path, pair in state["adapters"].items():
+            for mine, saved in zip(self.adapters[path], pair, strict=True):
+                mine.copy_(saved)
+        super().load_state_dict({k: v for k, v in state.items() if k != "adapters"})
+
+
 # ------------------------------------------------------------------------------------------------
 # 5  Predicted KL: how far the policy will move, before it moves
 # ------------------------------------------------------------------------------------------------

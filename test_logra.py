@@ -773,6 +773,40 @@ def test_dense_control_is_adamw_on_the_mean_gradient():
         optimizer.propose(5)
 
 
+def test_lora_control_is_the_textbook_adapter():
+    """Three updates of Y = X W_0^T + (X A^T) B^T by autograd and torch's AdamW: the same W."""
+    torch.manual_seed(0)
+    model, X = Stack(6, 5, 3, bias=True).double(), torch.randn(7, 6, dtype=torch.float64)
+    layers = logra.find_targets(model)
+    logra.freeze_all_but(model, {})
+    W_0 = [module.weight.clone() for module in layers.values()]
+    biases = [module.bias for module in layers.values()]
+    optimizer = logra.LoRA(layers, rank=2, lr=1e-2)
+    pairs = [
+        [p.detach().clone().requires_grad_() for p in pair] for pair in optimizer.adapters.values()
+    ]
+    adam = torch.optim.AdamW([p for pair in pairs for p in pair], 1e-2, (0.9, 0.95), weight_decay=0)
+    assert all((B == 0).all() and A.std() > 0 for A, B in pairs)
+    for update in range(3):
+        Y = X
+        for W, bias, (A, B) in zip(W_0, biases, pairs, strict=True):
+            Y = (Y @ W.T + bias + Y @ A.T @ B.T).tanh()
+        adam.zero_grad()
+        (Y.square().sum() / 7).backward()
+        adam.step()
+        model(X).square().sum().backward()
+        optimizer.propose(7)
+        optimizer.step()
+        for module, W, (A, B) in zip(layers.values(), W_0, pairs, strict=True):
+            assert module.weight.grad is None and rel(module.weight, W + B @ A) < 1e-12
+    assert rel(model.layers[0].weight, W_0[0]) > 1e-4  # it moved
+    twin = logra.LoRA(layers, rank=2, lr=1e-2, seed=1)
+    twin.load_state_dict(optimizer.state_dict())
+    assert twin.update == 3
+    for mine, other in zip(twin.adapters.values(), optimizer.adapters.values(), strict=True):
+        assert all(torch.equal(p, q) for p, q in zip(mine, other, strict=True))
+
+
 # ------------------------------------------------------------------------------------------------
 # 4  Predicted KL
 # ------------------------------------------------------------------------------------------------
@@ -2387,7 +2421,8 @@ def test_updates_per_batch_writes_a_line_an_update(lab, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "argv", ["--optimizer adamw", "--kl-predictor linearised", "--no-kl-control"]
+    "argv",
+    ["--optimizer adamw", "--optimizer lora", "--kl-predictor linearised", "--no-kl-control"],
 )
 def test_the_ablations_run(lab, tmp_path, argv):
     """Each flag that changes the method makes a run, and moves the weights."""
@@ -2457,7 +2492,9 @@ def test_a_reward_that_fails_stops_the_run_and_names_the_row(lab, tmp_path, caps
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flags", ["", "--dtype bfloat16", "--sync full", "--optimizer adamw"])
+@pytest.mark.parametrize(
+    "flags", ["", "--dtype bfloat16", "--sync full", "--optimizer adamw", "--optimizer lora"]
+)
 def test_the_engine_ends_a_run_with_the_trainers_weights(lab, tmp_path, monkeypatch, flags):
     """A whole run with vLLM: at its end the engine has the weights of the last checkpoint."""
     started = []
@@ -2477,7 +2514,7 @@ def test_the_engine_ends_a_run_with_the_trainers_weights(lab, tmp_path, monkeypa
     for path, W in engine.items():
         assert torch.equal(W, last[f"{path}.weight"].to(dtype))
         assert not torch.equal(W, first[f"{path}.weight"].to(dtype))
-    factors = "sync" not in flags and "adamw" not in flags
+    factors = flags in ("", "--dtype bfloat16")
     sent = sum(2 * 16 * len(W) if factors else 4 * W.numel() for W in engine.values())
     assert [line["sync_bytes"] for line in journal(tmp_path / "run")] == [sent] * 4
     assert all(line["kl_realised"] > 0 for line in journal(tmp_path / "run"))

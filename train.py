@@ -99,7 +99,9 @@ class Config:
     )
 
     # LoGRA
-    optimizer: Literal["row_adam", "adamw"] = flag("row_adam", "LoGRA, or dense AdamW as control")
+    optimizer: Literal["row_adam", "adamw", "lora"] = flag(
+        "row_adam", "LoGRA; as controls dense AdamW, or LoRA of the same rank, at --lr"
+    )
     rank: int = flag(256, "rank r of the sketches")
     targets: list[str] = dataclasses.field(
         default_factory=list,
@@ -109,7 +111,7 @@ class Config:
     refresh: int = flag(1, "updates between two draws of A; 0: never redrawn")
     update_ratio: float = flag(6e-5, "size of a proposed step relative to the weights")
     keep_layer_norm: bool = flag(True, "each layer keeps the norm of its sketch")
-    lr: float = flag(1e-6, "learning rate of --optimizer adamw")
+    lr: float = flag(1e-6, "learning rate of --optimizer adamw and lora")
 
     # KL control
     kl_control: bool = flag(True, "choose alpha by the KL budget; else alpha = 1")
@@ -209,8 +211,8 @@ def parse(argv) -> Config:
     config = absolute(config)
     if config.dtype == "auto":
         config.dtype = "bfloat16" if torch.cuda.is_available() else "float32"
-    if config.optimizer == "adamw":
-        config.sync = "full"  # a dense step has no factors
+    if config.optimizer != "row_adam":
+        config.sync = "full"  # a step of the controls has no factors
     return config
 
 
@@ -710,8 +712,10 @@ def build_optimizer(config: Config, it):
     With several ranks the model is sharded on the way.
     """
     sketches = None
-    if config.optimizer == "adamw":
-        say(f"adamw: {logra.freeze_all_but(it.model, it.layers)}")
+    if config.optimizer != "row_adam":
+        say(f"{config.optimizer}: {logra.freeze_all_but(it.model, it.layers)}")
+        for module in it.layers.values():  # of LoRA only the adapters have gradients
+            module.weight.requires_grad_(config.optimizer == "adamw")
     else:
         sketches = logra.attach_sketches(
             it.model, config.rank, config.targets, config.seed, config.projection, config.refresh
@@ -722,8 +726,10 @@ def build_optimizer(config: Config, it):
         logra.shard_model(it.model, getattr(torch, config.dtype), it.stored)
     budget = (config.kl_budget, config.kl_budget_final, config.kl_budget_steps)
     control = logra.KLControl(*budget, config.alpha_max, config.kl_control)
-    if sketches is None:
+    if config.optimizer == "adamw":
         return logra.DenseAdamW(it.layers, config.lr), control, {}
+    if config.optimizer == "lora":
+        return logra.LoRA(it.layers, config.rank, config.lr, config.seed), control, {}
     keep = config.keep_layer_norm
     optimizer = logra.LoGRA(sketches, config.update_ratio, keep_layer_norm=keep)
     return optimizer, control, sketches.settings
