@@ -166,6 +166,18 @@ def raise_together(error) -> None:
         raise StopRun(next(filter(None, errors))) from error
 
 
+def check_same(matrices, what: str) -> None:
+    """Raise StopRun unless all ranks have the same matrices, to the bit."""
+    digest = hashlib.blake2b(digest_size=8)
+    for matrix in matrices:
+        digest.update(matrix.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    digests = [digest.hexdigest()] * world()
+    if world() > 1:
+        dist.all_gather_object(digests, digest.hexdigest())
+    if len(set(digests)) > 1:
+        raise StopRun(f"{what} differ between ranks: {digests}")
+
+
 def owned(d_out: int) -> slice:
     """The rows of a [d_out, ...] matrix that this rank holds: FSDP2's split, ceil(d_out / ranks)."""
     size = -(-d_out // world())
@@ -503,6 +515,7 @@ class LoGRA(torch.optim.Optimizer):
         self.sketches = sketches
         self.v = sketches.own.new_zeros(len(sketches.own))  # [owned rows]
         self.update, self.sketch_norm = 0, 0.0
+        check_same(sketches.A.values(), "projections")
 
     @torch.no_grad()
     def propose(self, tokens: int) -> None:
@@ -576,6 +589,7 @@ class LoGRA(torch.optim.Optimizer):
         self.v.copy_(torch.cat([part[owned(len(part))] for part in parts]))
         self.zero_grad()
         self.sketches.redraw(self.update)
+        check_same(self.sketches.A.values(), "projections")
 
 
 class DenseAdamW(torch.optim.AdamW):
@@ -1089,6 +1103,7 @@ class VLLMGenerator:
         if on_cpu:  # or vLLM packs the weights away, and writing to them changes nothing
             layer_utils.dispatch_cpu_unquantized_gemm = plain_cpu_linear
         self.vllm, self.eos_ids, self.settings = vllm, list(eos_ids), settings
+        self.on_cpu, self.asleep = on_cpu, False
         self.llm = vllm.LLM(
             str(model_dir),
             dtype=dtype,
@@ -1100,6 +1115,7 @@ class VLLMGenerator:
             enforce_eager=on_cpu,
             kv_cache_memory_bytes=int(kv_gib * 2**30),
             gpu_memory_utilization=0.01,  # no share of the GPU is claimed beyond what is used
+            enable_sleep_mode=not on_cpu,  # on a GPU the engine makes room while the trainer works
             logprobs_mode="processed_logprobs",  # after the temperature: what was sampled from
             generation_config="vllm",  # not the model's: every sampling field is set below
             skip_tokenizer_init=True,
@@ -1110,6 +1126,7 @@ class VLLMGenerator:
 
     def generate(self, prompts, seeds, max_new_tokens, temperature=1.0) -> list:
         """One Sample for each prompt (token ids) and seed; temperature 0 is greedy."""
+        self.wake()
         self.llm.reset_prefix_cache()  # so that what came before cannot matter, not even by a bit
         fixed = dict.fromkeys(("min_p", "presence_penalty", "frequency_penalty"), 0.0)
         fixed |= {"top_p": 1.0, "top_k": 0, "repetition_penalty": 1.0, "temperature": temperature}
@@ -1118,19 +1135,30 @@ class VLLMGenerator:
         params = [self.vllm.SamplingParams(seed=seed, **fixed) for seed in seeds]
         requests = [{"prompt_token_ids": ids} for ids in prompts]
         outputs = [o.outputs[0] for o in self.llm.generate(requests, params, use_tqdm=False)]
+        if not self.on_cpu:  # level 1 keeps the weights, on the host; level 2 would lose them
+            self.llm.sleep(level=1)
+            self.asleep = True
         return [
             Sample(ids, list(o.token_ids), list(o.logprobs.logprobs), o.finish_reason == "stop")
             for ids, o in zip(prompts, outputs, strict=True)
         ]
 
+    def wake(self) -> None:
+        """The weights must be on the GPU before they are read or written."""
+        if self.asleep:
+            self.llm.wake_up()
+        self.asleep = False
+
     def update(self, factors: dict, update: int) -> int:
         """Apply one update by its factors.  Returns the bytes that a wire would carry."""
+        self.wake()
         self.llm.collective_rpc("sync_factors", args=(factors, update))
         self.llm.reset_prefix_cache()  # keys and values of the old weights
         return sum(f.numel() * f.element_size() for f in factors.values())
 
     def load(self, weights: dict) -> int:
         """Replace the target weights whole.  Returns the bytes that a wire would carry."""
+        self.wake()
         pairs = ((path, whole(W)) for path, W in weights.items())  # one gathered at a time
         self.llm.collective_rpc("sync_weights", args=(pairs, self.settings, world()))
         self.llm.reset_prefix_cache()
@@ -1138,6 +1166,7 @@ class VLLMGenerator:
 
     def read(self) -> dict:
         """{path: weights} of the target layers as the engine has them."""
+        self.wake()
         return self.llm.collective_rpc("sync_read")[0]
 
 
