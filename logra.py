@@ -154,16 +154,26 @@ def rank_sum(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
+def in_step(batches: list, device) -> list:
+    """Pairs (batch, whether it counts), as many on every rank: the ranks gather weights together,
+    so one that has fewer batches repeats its last, and it counts for nothing."""
+    rounds = torch.tensor(len(batches), device=device)
+    if world() > 1:
+        dist.all_reduce(rounds, dist.ReduceOp.MAX)
+    n = len(batches)
+    return [(batches[min(i, n - 1)], i < n) for i in range(rounds)]
+
+
 def raise_together(error) -> None:
     """Raise StopRun on every rank if any rank has an error; with one rank, that error."""
-    errors = [error and f"rank {my_rank()}: {error}"]
     if world() == 1 and error:
         raise error
+    errors = [None] * world()
     if world() > 1:
-        errors = [None] * world()
-        dist.all_gather_object(errors, error and f"rank {my_rank()}: {error}")
-    if any(errors):
-        raise StopRun(next(filter(None, errors))) from error
+        dist.all_gather_object(errors, error and str(error))
+    for rank, words in enumerate(errors):
+        if words:
+            raise StopRun(words if len({*errors}) == 1 else f"rank {rank}: {words}") from error
 
 
 def check_same(matrices, what: str) -> None:
@@ -241,6 +251,7 @@ def shard_model(model, dtype, frozen_dtype=torch.float32) -> None:
     for module in (*decoder_layers(model), head, model.base_model):
         fully_shard(module, mesh=mesh, mp_policy=policy)
         module.set_gradient_divide_factor(1.0)  # sums, as everywhere
+        module.set_force_sum_reduction_for_comms(True)  # gloo has no other
 
 
 # ------------------------------------------------------------------------------------------------
@@ -849,8 +860,10 @@ def predict_kl(model, sketches, probe, temperature=1.0, steps=None, micro_batch=
     device, total, count, hidden_before = model.device, 0.0, 0, []
     head = policy_head(model) if sketches else None
     with probe_mode(model, sketches), forward_ad.dual_level():
-        for samples in micro_batches(probe, micro_batch):
+        for samples, counts in in_step(micro_batches(probe, micro_batch), device):
             hidden, _ = response_hidden(model, samples, device)  # [n, H], dual
+            if not counts:
+                continue
             hidden_before.append(forward_ad.unpack_dual(hidden).primal)
             count += len(hidden)
             for h in hidden.split(chunk) if sketches else ():
@@ -874,8 +887,13 @@ def realised_kl(model, probe, hidden_before, temperature=1.0, micro_batch=1, chu
     """
     head, total = policy_head(model), 0.0
     with probe_mode(model):
-        for samples, before in zip(micro_batches(probe, micro_batch), hidden_before, strict=True):
+        for i, (samples, counts) in enumerate(
+            in_step(micro_batches(probe, micro_batch), model.device)
+        ):
             after, _ = response_hidden(model, samples, model.device)  # [n, H]
+            if not counts:
+                continue
+            before = hidden_before[i]
             for h, h_after in zip(before.split(chunk), after.split(chunk), strict=True):
                 with in_float32(model.device):
                     z, z_after = head(h.float()).float(), head(h_after.float()).float()
@@ -1271,26 +1289,22 @@ def backward(model, samples, config, first: bool):
     Returns then the mean of log p_engine - log p_trainer over tokens of finished samples, or None.
     """
     device, differences = model.device, []
-    batches = micro_batches(samples, config.micro_batch)
-    rounds = torch.tensor(len(batches), device=device)
-    if world() > 1:  # the ranks gather weights together, so all must make as many passes
-        dist.all_reduce(rounds, dist.ReduceOp.MAX)
-    for i in range(rounds):
-        micro = batches[min(i, len(batches) - 1)]
+    for micro, counts in in_step(micro_batches(samples, config.micro_batch), device):
         lengths = [len(s.completion) for s in micro]
         with compute_dtype(device, config.dtype):
             hidden, ids = response_hidden(model, micro, device)  # [n, H], [n]
             leaf = hidden.detach().requires_grad_()  # the head's backward ends here, see below
             logp = token_logprobs(leaf, policy_head(model), ids, config.temperature)  # [n]
         engine = torch.tensor([x for s in micro for x in s.logprobs], device=device)
-        if first and i < len(batches):
+        if first and counts:
             for s, old in zip(micro, logp.detach().split(lengths), strict=True):
                 s.old_logprobs = old
-            ended = torch.tensor([s.finished for s in micro for _ in s.completion], device=device)
+            heard = [s.finished and s.advantage != 0 for s in micro for _ in s.completion]
+            ended = torch.tensor(heard, device=device)
             differences.append((engine - logp.detach())[ended])
         old = torch.cat([s.old_logprobs for s in micro])
         advantages = torch.tensor([s.advantage for s in micro for _ in s.completion], device=device)
-        advantages = advantages * (i < len(batches))  # a pass more than it has adds nothing
+        advantages = advantages * counts  # a pass more than it has adds nothing
         policy_loss(logp, old, engine, advantages, config.clip_low, config.clip_high).backward()
         del logp  # the head's weight and logits are gone before the layers run backward
         hidden.backward(leaf.grad)

@@ -8,47 +8,54 @@ autograd's dense gradients and from finite differences, never from the function 
 
 Faults that projects of this kind have had in public, and the tests that would see them:
 
-row | fault                                    | test
-  1 | EOS masked because pad == eos            | test_loss_covers_the_generated_tokens
-  2 | tokens after EOS, secondary EOS ids      | test_generation_stops_at_any_end_token,
-    |                                          | test_every_eos_id_ends_an_answer
-  3 | EOS inside the prompt taken for the end  | test_loss_covers_the_generated_tokens,
-    |                                          | test_end_token_in_the_prompt_ends_nothing,
-    |                                          | test_eos_in_the_prompt_does_not_end_the_answer
-  4 | BOS twice                                | test_a_template_with_bos_gives_one_bos
-  6 | padding shifts positions or log-probs    | test_padding_and_order_change_nothing
-  7 | long prompts crash or are cut             | test_long_prompts_are_left_out_and_counted
-  8 | all answers truncated                    | test_truncated_answers_are_trained_on
- 10 | mean of micro-batch means                | test_sketch_does_not_depend_on_micro_batches,
-    |                                          | test_micro_batch_changes_no_weight
- 11 | denominator divided by accumulation      | test_sketch_does_not_depend_on_micro_batches
- 13 | group std 0, or G = 1                    | test_equal_rewards_get_exactly_zero
- 14 | groups by prompt text                    | test_groups_go_by_position
- 17 | an empty batch divides 0 by 0            | test_dead_groups_move_nothing
- 18 | no temperature in the log-probs          | test_token_logprobs_are_at_temperature,
-    |                                          | test_generator_logprobs_are_the_trainers,
-    |                                          | test_engine_logprobs_are_the_trainers
- 19 | raw log-probs; the support is changed     | test_every_sampling_field_is_set
- 22 | dropout on in one pass only              | test_dropout_is_off_in_both_passes
- 23 | stale prefix cache                       | test_no_stale_prefix_is_left_in_the_cache
- 25 | a reload overwrites the new weights      | test_an_update_reaches_the_engine_and_stays
- 27 | an unknown name is swallowed             | test_nothing_to_train_raises,
-    |                                          | test_every_target_layer_is_reached_or_it_raises
- 30 | the seed is ignored, or all alike        | test_seed_decides_the_sample,
-    |                                          | test_a_seed_decides_its_engine_sample
- 35 | frozen embedding, checkpointed           | test_first_layer_is_sketched
- 37 | bfloat16 weights swallow the update      | test_engine_weights_after_50_updates
- 38 | moments kept in a basis that is gone     | test_no_state_of_width_r_lives_between_updates
- 39 | A depends on order or wrapper name       | test_projection_depends_on_seed_update_and_width,
-    |                                          | test_layer_path_has_no_wrapper_names
- 40 | side guessed, r >= d_in, nothing trained | test_sketch_of_any_shape,
-    |                                          | test_nothing_to_train_raises,
-    |                                          | test_summary_counts_what_is_trained_and_frozen
- 41 | tangent lost; non-finite sketch          | test_logit_tangent_is_the_finite_difference,
-    |                                          | test_nan_in_the_sketch_moves_no_weight
- 42 | resume: off by one, RNG                  | test_resumed_run_is_the_same_run,
-    |                                          | test_state_dict_roundtrip_is_bitwise,
-    |                                          | test_a_killed_run_resumes_to_the_same_bits
+row | fault                                    | test_...
+  1 | EOS masked because pad == eos            | loss_covers_the_generated_tokens
+  2 | tokens after EOS, secondary EOS ids      | generation_stops_at_any_end_token,
+    |                                          | every_eos_id_ends_an_answer
+  3 | EOS inside the prompt taken for the end  | loss_covers_the_generated_tokens,
+    |                                          | end_token_in_the_prompt_ends_nothing,
+    |                                          | eos_in_the_prompt_does_not_end_the_answer
+  4 | BOS twice                                | a_template_with_bos_gives_one_bos
+  6 | padding shifts positions or log-probs    | padding_and_order_change_nothing
+  7 | long prompts crash or are cut            | long_prompts_are_left_out_and_counted
+  8 | all answers truncated                    | truncated_answers_are_trained_on
+ 10 | mean of micro-batch means                | sketch_does_not_depend_on_micro_batches,
+    |                                          | micro_batch_changes_no_weight
+ 11 | denominator divided by accumulation      | sketch_does_not_depend_on_micro_batches
+ 12 | learning depends on the number of ranks  | learning_does_not_depend_on_the_number_of_ranks
+ 13 | group std 0, or G = 1                    | equal_rewards_get_exactly_zero
+ 14 | groups by prompt text                    | groups_go_by_position
+ 17 | an empty batch divides 0 by 0            | dead_groups_move_nothing
+ 18 | no temperature in the log-probs          | token_logprobs_are_at_temperature,
+    |                                          | generator_logprobs_are_the_trainers,
+    |                                          | engine_logprobs_are_the_trainers
+ 19 | raw log-probs; the support is changed    | every_sampling_field_is_set
+ 22 | dropout on in one pass only              | dropout_is_off_in_both_passes
+ 23 | stale prefix cache                       | no_stale_prefix_is_left_in_the_cache
+ 25 | a reload overwrites the new weights      | an_update_reaches_the_engine_and_stays
+ 27 | an unknown name is swallowed             | nothing_to_train_raises,
+    |                                          | every_target_layer_is_reached_or_it_raises
+ 30 | the seed is ignored, or all alike        | seed_decides_the_sample,
+    |                                          | a_seed_decides_its_engine_sample,
+    |                                          | ranks_sample_different_answers_to_an_equal_prompt
+ 31 | an engine a rank does not start          | the_engine_of_every_rank_has_the_trainers_weights
+ 32 | unequal passes, NaN on one rank: a hang  | norms_and_kl_are_those_of_all_ranks,
+    |                                          | nan_on_one_rank_stops_all_before_a_weight_moves
+ 33 | norms of sharded tensors are local       | norms_and_kl_are_those_of_all_ranks
+ 35 | frozen embedding, checkpointed           | first_layer_is_sketched,
+    |                                          | sharded_checkpointed_layers_have_the_same_sketch
+ 37 | bfloat16 weights swallow the update      | engine_weights_after_50_updates
+ 38 | moments kept in a basis that is gone     | no_state_of_width_r_lives_between_updates
+ 39 | A depends on order or wrapper name       | projection_depends_on_seed_update_and_width,
+    |                                          | layer_path_has_no_wrapper_names
+ 40 | side guessed, r >= d_in, nothing trained | sketch_of_any_shape,
+    |                                          | nothing_to_train_raises,
+    |                                          | summary_counts_what_is_trained_and_frozen
+ 41 | tangent lost; non-finite sketch          | logit_tangent_is_the_finite_difference,
+    |                                          | nan_in_the_sketch_moves_no_weight
+ 42 | resume: off by one, RNG                  | resumed_run_is_the_same_run,
+    |                                          | state_dict_roundtrip_is_bitwise,
+    |                                          | a_killed_run_resumes_to_the_same_bits
 """
 
 import copy
@@ -2691,3 +2698,612 @@ def test_time_of_a_step():
     # The goal for rank 256 is .80.  Where AdamW's memory traffic is cheap only its products are
     # left to save, and of their operations LoGRA needs .93: there .83 was the least that was seen.
     assert ratios["r64"] <= 0.70 and ratios["r256"] <= 0.85
+
+
+# ------------------------------------------------------------------------------------------------
+# Many ranks: this file is also what torchrun starts, see its end
+# ------------------------------------------------------------------------------------------------
+
+
+def torchrun(ranks, *argv):
+    """A script on so many ranks; end it with said()."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    return subprocess.Popen(
+        [*command, *map(str, (ranks, *argv))],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def said(process, limit=180):
+    """What a torchrun said until its end; it fails, and leaves no process, after `limit` s."""
+    try:
+        return process.communicate(timeout=limit)[1]
+    except subprocess.TimeoutExpired:
+        process.terminate()  # torchrun ends its ranks, by force after 30 s
+        words = process.communicate(timeout=60)[1]
+        raise AssertionError(f"no end within {limit} s:\n{words[-3000:]}") from None
+
+
+def errors(text):
+    """The sentences meant for the user."""
+    return [line for line in text.splitlines() if line.startswith("error:")]
+
+
+METHODS = ("sketch", "dense", "lora")
+FIRST = (True, False, True)  # of three updates: whether it is the first of its batch
+UNEVEN = functools.partial(tiny_qwen2, intermediate_size=97)  # no number of ranks divides 97
+
+
+def recorded():
+    """Seven samples of 1 to 9 tokens.  Two teach nothing: on three ranks all that rank 1 has."""
+    samples, g = answers([3, 9, 1, 5, 2, 7, 4], seed=3), torch.Generator().manual_seed(0)
+    for s in samples:
+        s.logprobs = (2 * torch.rand(len(s.completion), generator=g) - 5.5).tolist()
+    samples[1].advantage = samples[4].advantage = 0.0
+    return samples
+
+
+def sharded(method, weights=None, state=None, dtype="float32"):
+    """A model on all ranks, checkpointed if there are several, and its optimizer."""
+    model = UNEVEN()
+    model.load_state_dict(weights or {}, strict=False)
+    layers = logra.find_targets(model)
+    if method == "sketch":
+        sketches = logra.attach_sketches(model, 16)
+    else:
+        logra.freeze_all_but(model, layers if method == "dense" else {})
+    if logra.world() > 1:
+        logra.checkpoint_layers(model)
+        logra.shard_model(model, getattr(torch, dtype))
+    if method == "sketch":
+        optimizer = logra.LoGRA(sketches, 1e-2)
+    elif method == "dense":
+        optimizer = logra.DenseAdamW(layers, 1e-3)
+    else:
+        optimizer = logra.LoRA(layers, 16, 1e-3)
+    if state:
+        optimizer.load_state_dict(copy.deepcopy(state))
+    return model, optimizer, layers
+
+
+def add_share(model, samples, first=True, dtype="float32"):
+    """backward() on this rank's share, as grpo calls it."""
+    share = samples[logra.my_rank() :: logra.world()]
+    alive = [s for s in share if s.advantage] or share[:1]
+    return logra.backward(model, alive, settings(micro_batch=1, dtype=dtype), first)
+
+
+def sketch_of_all(sketches):
+    """{path: S [d_out, r]} summed over the ranks, before they reduce it themselves."""
+    S = logra.rank_sum(sketches.buffer.clone())
+    return dict(zip(sketches.rows, S.split(sketches.sizes), strict=True))
+
+
+def gathered(layers):
+    return {path: logra.whole(module.weight).clone() for path, module in layers.items()}
+
+
+def update_on_ranks(model, optimizer, samples, first, seen):
+    """One update of size 1e-2 with its KL; what is to be the same on all ranks goes into seen."""
+    share = samples[logra.my_rank() :: logra.world()]
+    tokens = sum(len(s.completion) for s in samples)
+    sketches = getattr(optimizer, "sketches", None)
+    mismatch = add_share(model, samples, first)
+    seen["mismatch"].append(mismatch or 0.0)  # None: not the first of its batch
+    if sketches:
+        seen.setdefault("S", sketch_of_all(sketches))
+        seen["weight grads"] = [n for n, p in model.named_parameters() if p.grad is not None]
+    optimizer.propose(tokens)
+    seen["norm"].append(optimizer.sketch_norm)
+    curve, before = logra.predict_kl(model, sketches, share)
+    if sketches:
+        seen["local norm"] = sketches.own.norm().item()
+        UA = W = 0.0
+        for path, module in sketches.layers.items():
+            U = logra.gather_rows(sketches.own_rows[path], module.out_features)
+            UA += (U @ sketches.A[module.in_features]).double().square().sum().item()
+            W += logra.whole(module.weight).double().square().sum().item()
+        seen["ratio"].append(math.sqrt(UA / W))
+        seen["all norm"] = math.sqrt(UA)
+        seen["predicted"].append(curve[1][0])
+    factors = optimizer.step(1.0)
+    seen["factors"] = factors
+    seen["realised"].append(logra.realised_kl(model, share, before))
+
+
+def on_ranks():
+    """Everything that the tests below compare, as this rank has it."""
+    rank, ranks, samples = logra.my_rank(), logra.world(), recorded()
+    result = {"split": {}}
+    for method in METHODS:
+        names = ("mismatch", "norm", "ratio", "predicted", "realised")
+        seen = {name: [] for name in names}
+        model, optimizer, layers = sharded(method)
+        for first in FIRST:
+            weights = gathered(layers)
+            state = copy.deepcopy(optimizer.state_dict())
+            update_on_ranks(model, optimizer, samples, first, seen)
+        seen |= {"W": gathered(layers), "W at 2": weights, "state at 2": state}
+        # The last update again, from what a checkpoint would hold
+        again = {f"{path}.weight": W for path, W in weights.items()}
+        model, optimizer, layers = sharded(method, again, state)
+        update_on_ranks(model, optimizer, samples, True, {name: [] for name in names})
+        seen["W again"] = gathered(layers)
+        result[method] = seen
+
+        # Not a number, on the last rank alone
+        before, v = gathered(layers), getattr(optimizer, "v", torch.zeros(1)).clone()
+        add_share(model, samples)
+        if rank == ranks - 1:
+            if method == "sketch":
+                optimizer.sketches.buffer[17, 3] = math.nan
+            elif method == "dense":
+                logra.local(layers[LAYERS[0]].weight.grad)[0, 0] = math.nan
+            else:
+                optimizer.adapters[LAYERS[0]][1].grad[0, 0] = math.nan
+        try:
+            optimizer.propose(31)
+        except FloatingPointError as error:
+            seen["nan"] = str(error)
+        after = gathered(layers)
+        seen["moved"] = [path for path in before if not torch.equal(before[path], after[path])]
+        seen["v kept"] = torch.equal(v, getattr(optimizer, "v", torch.zeros(1)))
+
+    model, optimizer, _ = sharded("sketch", dtype="bfloat16")
+    add_share(model, samples, dtype="bfloat16")
+    result["bfloat16 S"] = sketch_of_all(optimizer.sketches)
+
+    if ranks > 1:
+        mesh = logra.init_device_mesh("cpu", (ranks,))
+        for d_out in (1, 2, 7, 8):
+            S = torch.arange(d_out * 3.0).view(d_out, 3) * (rank + 1)
+            mine = logra.scatter_rows(S)
+            linear = torch.nn.Linear(3, d_out, bias=False)
+            torch.nn.init.constant_(linear.weight, 0)
+            linear.weight.data += torch.arange(d_out)[:, None]
+            fsdp = logra.fully_shard(linear, mesh=mesh).weight.to_local()[:, 0].tolist()
+            split = {"owned": list(range(d_out))[logra.owned(d_out)], "FSDP2": fsdp}
+            split |= {"rows": mine.clone(), "whole": logra.gather_rows(mine, d_out)}
+            result["split"][d_out] = split
+    return result
+
+
+@pytest.fixture(scope="session")
+def ranks(tmp_path_factory):
+    """{1, 2, 3: what on_ranks() gave, rank by rank}."""
+    out, results = tmp_path_factory.mktemp("ranks"), {1: [on_ranks()]}
+    for n in (2, 3):
+        process = torchrun(n, __file__, "on_ranks", out / str(n))
+        words = said(process)
+        assert process.returncode == 0, words
+        files = [out / str(n) / f"{rank}.pt" for rank in range(n)]
+        results[n] = [torch.load(file, weights_only=False) for file in files]
+    return results
+
+
+def losses64(model, samples, old, first):
+    """The clipped policy loss of each sample, in float64 and by the formula."""
+    for i, s in enumerate(samples):
+        z = model(torch.tensor([s.prompt + s.completion])).logits[0, len(s.prompt) - 1 : -1]
+        logp = z.log_softmax(-1).gather(1, torch.tensor(s.completion)[:, None])[:, 0]
+        if first:
+            old[i] = logp.detach()
+        weight = (old[i] - torch.tensor(s.logprobs)).exp().clamp(max=2)
+        ratio = (logp - old[i]).exp()
+        clipped = ratio.clamp(1 - 0.2, 1 + 0.28)
+        yield -(weight * torch.minimum(ratio * s.advantage, clipped * s.advantage)).sum()
+
+
+def adam64(m, v, G, t):
+    """Adam's step of length 1 as published, and its moments."""
+    m, v = 0.9 * m + 0.1 * G, 0.95 * v + 0.05 * G**2
+    return m / (1 - 0.9**t) / ((v / (1 - 0.95**t)).sqrt() + 1e-8), m, v
+
+
+@functools.cache
+def reference64(method, parts=1):
+    """{path: dW} after three updates, from dense gradients in float64 with the factor rounded.
+
+    parts > 1 is the wrong formula: the mean of the means of so many ranks.
+    """
+    model, samples, old = UNEVEN().double(), recorded(), {}
+    W = {path: model.get_submodule(path).weight for path in LAYERS}
+    start = {path: w.detach().clone() for path, w in W.items()}
+    v = {path: torch.zeros(len(w)).double() for path, w in W.items()}
+    moments = dict.fromkeys([(path, i) for path in W for i in range(3)], (0, 0))
+    adapters = {}
+    for path, w in W.items():
+        seed = logra.stable_seed("lora", 0, path)
+        A = logra.make_projection(16, w.shape[1], seed, "gaussian") * (16 / w.shape[1]) ** 0.5
+        adapters[path] = [A.double(), torch.zeros(len(w), 16).double()]
+    for t, first in enumerate(FIRST, 1):
+        losses, loss = list(losses64(model, samples, old, first)), 0
+        for part in range(parts):
+            tokens = sum(len(s.completion) for s in samples[part::parts])
+            loss = loss + sum(losses[part::parts]) / tokens / parts
+        G = dict(zip(W, torch.autograd.grad(loss, list(W.values()))))
+        P, D, DA = {}, {}, {}
+        for path, w in W.items():
+            seed = logra.projection_seed(0, t - 1, f"in_features={w.shape[1]}")
+            P[path] = logra.make_projection(16, w.shape[1], seed, dtype=torch.float64)
+            D[path], v[path] = row_adam64(G[path] @ P[path].T, v[path], t)
+            DA[path] = D[path] @ P[path]
+        norms = [sum(x.detach().square().sum() for x in xs.values()).sqrt() for xs in (W, DA)]
+        for path, w in W.items():
+            A, B = adapters[path]
+            steps = []
+            for i, gradient in enumerate((G[path], B.T @ G[path], G[path] @ A.T)):
+                step, *moments[path, i] = adam64(*moments[path, i], gradient, t)
+                steps.append(1e-3 * step)
+            if method == "sketch":
+                factor = (D[path] * 1e-2 * norms[0] / norms[1]).bfloat16()
+                w.data -= factor.double() @ P[path]
+            elif method == "dense":
+                w.data -= steps[0]
+            else:
+                adapters[path] = [A - steps[1], B - steps[2]]
+                w.data += adapters[path][1] @ adapters[path][0] - B @ A
+    return {path: w.detach() - start[path] for path, w in W.items()}
+
+
+def moved(W):
+    """One vector of all dW."""
+    model = UNEVEN()
+    start = {path: model.get_submodule(path).weight.detach() for path in LAYERS}
+    return torch.cat([(W[path].double() - start[path].double()).flatten() for path in LAYERS])
+
+
+def vector(dW):
+    return torch.cat([dW[path].flatten() for path in LAYERS])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
+def test_learning_does_not_depend_on_the_number_of_ranks(ranks, method):
+    """Three updates on 1, 2, 3 ranks and by dense float64 gradients; means of means differ (12)."""
+    reference = vector(reference64(method))
+    one = moved(ranks[1][0][method]["W"])
+    for n in (1, 2, 3):
+        first, *others = [result[method]["W"] for result in ranks[n]]
+        for other in others:
+            assert_same_tensors(first, other)
+        assert rel(moved(first), one) < 1e-4
+        assert rel(moved(first), reference) < 1e-3
+        if n > 1:
+            assert rel(vector(reference64(method, n)), reference) > 2e-2  # wrong
+
+
+@pytest.mark.slow
+def test_rows_are_summed_and_split_as_fsdp_does(ranks):
+    """scatter_rows, gather_rows, owned: shards uneven and empty, every row at one rank (35)."""
+    for n in (2, 3):
+        for d_out in (1, 2, 7, 8):
+            parts = [result["split"][d_out] for result in ranks[n]]
+            total = torch.arange(d_out * 3.0).view(d_out, 3) * sum(range(1, n + 1))
+            assert [i for part in parts for i in part["owned"]] == list(range(d_out))
+            for part in parts:
+                assert part["owned"] == part["FSDP2"]
+                assert torch.equal(part["rows"], total[part["owned"]])
+                assert torch.equal(part["whole"], total)
+    sizes = {d_out: [len(r["split"][d_out]["owned"]) for r in ranks[3]] for d_out in (1, 2, 7, 8)}
+    assert sizes == {1: [1, 0, 0], 2: [1, 1, 0], 7: [3, 3, 1], 8: [3, 3, 2]}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
+def test_norms_and_kl_are_those_of_all_ranks(ranks, method):
+    """||S||, ratio, KL and mismatch: one number on all ranks, and that of one rank (33)."""
+    one = ranks[1][0][method]
+    for n in (2, 3):
+        for name in ("mismatch", "norm", "ratio", "predicted", "realised"):
+            first, *others = [result[method][name] for result in ranks[n]]
+            assert all(other == first for other in others), name
+            assert first == pytest.approx(one[name], rel=1e-4), name
+            assert len(first) == (0 if method != "sketch" and name in ("ratio", "predicted") else 3)
+    if method == "sketch":
+        for n in (1, 2, 3):
+            assert ranks[n][0][method]["ratio"] == pytest.approx([1e-2] * 3, rel=1e-5)
+            first, *others = [result[method]["factors"] for result in ranks[n]]
+            for other in others:  # each engine is sent the whole factor
+                assert_same_tensors(first, other)
+        local = [result[method]["local norm"] for result in ranks[2]]
+        assert max(local) < 0.95 * math.hypot(*local)  # wrong: the norm of one shard
+
+
+@pytest.mark.slow
+def test_sharded_checkpointed_layers_have_the_same_sketch(ranks):
+    """Frozen embedding, FSDP2 and recomputation: S as without, and no gradient of a weight (35)."""
+    for n in (2, 3):
+        for name, bound in (("S", 1e-5), ("bfloat16 S", 2e-2)):
+            a, b = [
+                r["sketch"]["S"] if name == "S" else r[name] for r in (ranks[n][0], ranks[1][0])
+            ]
+            assert a.keys() == b.keys() == set(LAYERS)
+            for path in a:
+                assert 0 < b[path].norm() and rel(a[path], b[path]) < bound, path
+        assert all(result["sketch"]["weight grads"] == [] for result in ranks[n])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
+def test_nan_on_one_rank_stops_all_before_a_weight_moves(ranks, method):
+    """FloatingPointError everywhere, in the same words; W and v as before (32, 41)."""
+    for n in (2, 3):
+        for result in ranks[n]:
+            assert "update 3 is not finite" in result[method]["nan"]
+            assert result[method]["moved"] == [] and result[method]["v kept"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
+def test_a_state_fits_any_number_of_ranks(ranks, method):
+    """Saved after two updates of n ranks: the third is the same to the bit, and near on one."""
+    for n in (1, 2, 3):
+        seen = ranks[n][0][method]
+        assert_same_tensors(seen["W again"], seen["W"])
+        weights = {f"{path}.weight": W for path, W in seen["W at 2"].items()}
+        model, optimizer, layers = sharded(method, weights, seen["state at 2"])
+        state = optimizer.state_dict()
+        assert state["update"] == 2
+        if method == "sketch":
+            assert torch.equal(state["v"], seen["state at 2"]["v"]) and state["v"].norm() > 0
+        add_share(model, recorded())
+        optimizer.propose(31)
+        optimizer.step(1.0)
+        assert rel(moved(gathered(layers)), moved(seen["W"])) < 1e-4
+
+
+def train_and_read(runs, patch):
+    """train.main() on each of {name: argv}: exit code, engine weights, and what was generated."""
+    started, calls, results = [], [], {}
+
+    class Watched(logra.VLLMGenerator):
+        def __init__(self, *args):
+            super().__init__(*args)
+            started.append(self)
+
+        def generate(self, prompts, seeds, *args):
+            samples = super().generate(prompts, seeds, *args)
+            calls.append((prompts, seeds, [s.completion for s in samples]))
+            return samples
+
+    patch.setattr(logra, "VLLMGenerator", Watched)
+    small(patch)
+    for name, argv in runs.items():
+        code = train.main(argv)
+        engine = started[-1].read() if code == 0 else None
+        results[name] = {"code": code, "engine": engine, "calls": [*calls]}
+        calls.clear()
+    return results
+
+
+def small(patch):
+    """The built-in task without its long warm-up, as in small_task."""
+    rows, warm_up = train.sorting_rows, train.warm_up
+    patch.setattr(train, "sorting_rows", lambda seed: [part[:2000] for part in rows(seed)])
+    patch.setattr(train, "warm_up", lambda *args: warm_up(*args, batches=2))
+
+
+def results_of(out, ranks=2):
+    return [torch.load(out / f"{rank}.pt", weights_only=False) for rank in range(ranks)]
+
+
+STEPS = 12
+REWARD_OF_A_ROW = """
+def f(completion, row):
+    if {fails} and row["answer"] == "fails":
+        raise KeyError("nothing there")
+    return len(completion) % 5 + len(set(completion)) / 7
+"""
+
+
+@pytest.fixture(scope="session")
+def two_ranks(lab, tmp_path_factory):
+    """An undisturbed run on two ranks, tied bfloat16 weights and float32 compute, and after it the
+    built-in task in bfloat16, in the same processes."""
+    out = tmp_path_factory.mktemp("two")
+    fails = train.epoch_order(40, 0, 0)[2 * 3 + 1]  # in step 3 at place 1, which is rank 1's
+    prompts = ("a cat", "ten dogs", "a cat", "two and two are four", "a cat")
+    jsonl(
+        out / "rows.jsonl",
+        *(row(prompts[i % 5], "fails" if i == fails else "1") for i in range(40)),
+    )
+    argv = f"--model {lab}/qwen2 --data {out}/rows.jsonl --eval-data {out}/rows.jsonl --eval-rows 1"
+    argv += f" --reward {out}/fine.py:f --max-prompt-tokens 16 --max-new-tokens 8 --kv-gib 0.05"
+    argv += " --prompts-per-step 3 --group-size 4 --probe-responses 2 --micro-batch 1 --rank 8"
+    argv += " --kl-budget 1e-2 --update-ratio 1e-3 --kl-check-every 2 --save-every 2"
+    argv += f" --eval-every 5 --steps {STEPS}"
+    (out / "fine.py").write_text(REWARD_OF_A_ROW.format(fails=False))
+    built_in = f"--reward {out}/fine.py:f --dtype bfloat16 --steps 4 --prompts-per-step 5"
+    built_in += " --eval-rows 3 --kv-gib 0.05"
+    runs = {
+        "float32": f"{argv} --out {out}/float32".split(),
+        "bfloat16": f"{built_in} --out {out}/bfloat16".split(),
+    }
+    process = torchrun(2, __file__, "train", out, json.dumps(runs))
+    words = said(process)
+    assert process.returncode == 0, words
+    return types.SimpleNamespace(out=out, argv=argv, row=fails + 1, results=results_of(out))
+
+
+def trained(checkpoint):
+    """{path: float32 weights} of a checkpoint's target layers."""
+    masters = train.load_state(checkpoint)["weights"]
+    found = masters or {
+        name.removesuffix(".weight"): W
+        for name, W in tensors(checkpoint).items()
+        if name.removesuffix(".weight") in LAYERS
+    }
+    assert {W.dtype for W in found.values()} == {torch.float32}
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_engine_of_every_rank_has_the_trainers_weights(two_ranks, dtype):
+    """Two ranks end with round(W), bit by bit, in both engines, and W has moved (37)."""
+    run = two_ranks.out / dtype
+    first, *_, last = sorted(run.glob("step-*"), key=lambda p: int(p.name[5:]))
+    W, before = trained(last), tensors(first)
+    assert {"float32": STEPS, "bfloat16": 4}[dtype] == int(last.name[5:])
+    for result in two_ranks.results:
+        assert result[dtype]["code"] == 0 and result[dtype]["engine"].keys() == W.keys()
+        for path, engine in result[dtype]["engine"].items():
+            assert engine.dtype == getattr(torch, dtype)
+            assert torch.equal(engine, W[path].to(engine.dtype)), path
+            assert not torch.equal(engine, before[f"{path}.weight"].to(engine.dtype)), path
+    assert json.loads((run / "config.json").read_text())["world_size"] == 2
+    assert [line["step"] for line in journal(run)] == list(range(1, int(last.name[5:]) + 1))
+
+
+@pytest.mark.slow
+def test_ranks_sample_different_answers_to_an_equal_prompt(two_ranks):
+    """No seed is used by both ranks in a step, and equal prompts get other answers (30)."""
+    compared, alike = 0, 0
+    for a, b in zip(*(result["float32"]["calls"] for result in two_ranks.results), strict=True):
+        if len(a[0]) != 8 or len(b[0]) != 4:  # not 2 and 1 prompts of 4 answers: an evaluation
+            continue
+        assert len({*a[1], *b[1]}) == 12
+        for prompt, _, answer in zip(*b, strict=True):
+            for other_prompt, _, other in zip(*a, strict=True):
+                compared += prompt == other_prompt
+                alike += prompt == other_prompt and answer == other
+    assert compared > 100 and alike < 0.1 * compared
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_two_ranks_goes_on_with_one(two_ranks, tmp_path, monkeypatch):
+    """W, v and the counter are restored to the bit, and the prompts and seeds are the same."""
+    run, seen, calls = tmp_path / "run", {}, []
+    shutil.copytree(two_ranks.out / "float32", run)
+    for path in run.glob("step-*"):
+        if int(path.name[5:]) > STEPS - 2:
+            shutil.rmtree(path)
+    restore, generate = train.restore, logra.HFGenerator.generate
+
+    def restored(state, path, optimizer, control):
+        step = restore(state, path, optimizer, control)
+        seen["W"] = gathered(optimizer.sketches.layers)
+        seen["v"], seen["update"] = optimizer.v.clone(), optimizer.update
+        return step
+
+    def recorded_generate(self, prompts, seeds, *args):
+        calls.append((prompts, seeds))
+        return generate(self, prompts, seeds, *args)
+
+    monkeypatch.setattr(train, "restore", restored)
+    monkeypatch.setattr(logra.HFGenerator, "generate", recorded_generate)
+    assert train.main(f"--resume {run} --engine hf --eval-every 100".split()) == 0
+    checkpoint = run / f"step-{STEPS - 2}"
+    state = train.load_state(checkpoint)
+    assert_same_tensors(seen["W"], state["weights"])
+    assert torch.equal(seen["v"], state["optimizer"]["v"]) and seen["v"].norm() > 0
+    assert seen["update"] == state["optimizer"]["update"] == STEPS - 2
+    of_ranks = [
+        [call for call in result["float32"]["calls"] if len(call[0]) == 8 - 4 * rank][-2:]
+        for rank, result in enumerate(two_ranks.results)
+    ]
+    for one, a, b in zip([c for c in calls if len(c[0]) == 12], *of_ranks, strict=True):
+        pairs = [list(zip(call[0], call[1], strict=True)) for call in (one, a, b)]
+        assert sorted(pairs[0]) == sorted(pairs[1] + pairs[2])
+    model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint)
+    assert model.dtype == torch.bfloat16 and model.lm_head.weight is model.model.embed_tokens.weight
+    for path, W in state["weights"].items():
+        assert torch.equal(model.get_submodule(path).weight, W.bfloat16())
+
+
+def rank_of(process, rank):
+    """The process id of one of torchrun's ranks."""
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    mine = [
+        c for c in children if f"RANK={rank}" in Path(f"/proc/{c}/environ").read_text().split("\0")
+    ]
+    assert len(mine) == 1
+    return int(mine[0])
+
+
+@pytest.mark.slow
+def test_two_ranks_that_fail_and_are_killed_resume_to_the_same_bits(two_ranks, tmp_path):
+    """A reward that raises on rank 1, then SIGKILL of rank 1: each ends the run within a minute
+    and leaves a whole checkpoint; resumed, the run is the undisturbed one (42)."""
+    run, whole = tmp_path / "run", two_ranks.out / "float32"
+    reward = tmp_path / "mine.py"
+    reward.write_text(REWARD_OF_A_ROW.format(fails=True))
+    argv = f"{two_ranks.argv} --reward {reward}:f --save-every 100 --out {run}".split()
+    failing = torchrun(2, train.__file__, *argv)
+    wait_for_step(run, 2, failing)
+    words = said(failing, 60)
+    assert failing.returncode != 0
+    (sentence,) = errors(words)
+    for word in ("error: rank 1: ", "KeyError", f"rows.jsonl:{two_ranks.row}", "step-2"):
+        assert word in sentence
+    assert [p.name for p in run.glob("step-*")] == ["step-2"]
+    assert_same_tensors(tensors(run / "step-2"), tensors(whole / "step-2"))
+
+    reward.write_text(REWARD_OF_A_ROW.format(fails=False))
+    resumed = ("--resume", run, "--save-every", 2)
+    killed = torchrun(2, train.__file__, *resumed)
+    wait_for_step(run, 5, killed)
+    os.kill(rank_of(killed, 1), signal.SIGKILL)
+    said(killed, 60)
+    assert killed.returncode != 0 and not (run / f"step-{STEPS}").exists()
+    last = train.last_checkpoint(run)
+    assert last.name != "step-2"
+    assert_same_tensors(tensors(last), tensors(whole / last.name))
+    assert_same_tensors(trained(last), trained(whole / last.name))
+
+    final = torchrun(2, train.__file__, *resumed)
+    words = said(final)
+    assert final.returncode == 0, words
+    assert journal(run, evaluations=True) == journal(whole, evaluations=True)
+    assert_same_tensors(tensors(run / f"step-{STEPS}"), tensors(whole / f"step-{STEPS}"))
+    states = [train.load_state(path / f"step-{STEPS}") for path in (run, whole)]
+    assert_same_tensors(*(state["weights"] for state in states))
+    assert torch.equal(states[0]["optimizer"]["v"], states[1]["optimizer"]["v"])
+    assert states[0]["mismatch"] == states[1]["mismatch"]
+
+
+@pytest.mark.slow
+def test_bad_input_to_ranks_is_answered_by_one_sentence(tmp_path):
+    """Once, whichever rank is first to find it, also if only one does; no directory is made."""
+    cases = {  # argv of both ranks, what rank 1 alone has on top, and words of the answer
+        "split": (["--prompts-per-step", "1"], [], "--prompts-per-step 1 2 ranks"),
+        "hf": (["--engine", "hf"], [], "--engine hf"),
+        "flag": (["--rank", "0"], [], "--rank 0"),
+        "one": ([], ["--reward", "nowhere.py:f"], "rank 1: --reward nowhere.py:f"),
+        "early": ([], ["--rank", "0"], "rank 1: --rank 0"),  # before the ranks have met
+    }
+    running = {}
+    for name, (argv, more, _) in cases.items():
+        argv = [*argv, "--out", str(tmp_path / "run")]
+        running[name] = torchrun(2, __file__, "bad", tmp_path, json.dumps([argv, argv + more]))
+    for name, process in running.items():
+        words = said(process, 100)
+        assert process.returncode != 0
+        found = errors(words)
+        assert len(found) == 1, (name, words)
+        for word in cases[name][2].split():
+            assert word in found[0], found
+        assert "logra.py" not in words and 'train.py"' not in words  # no traceback of ours
+    assert list(tmp_path.iterdir()) == []
+
+
+if __name__ == "__main__":  # one of torchrun's ranks
+    import faulthandler
+
+    faulthandler.dump_traceback_later(150, exit=True)  # it never hangs
+    mode, out, *argv = sys.argv[1:]
+    if mode == "bad":  # rank 0 is late, as it may be on a busy machine
+        rank = int(os.environ["RANK"])
+        time.sleep(2 if rank == 0 else 0)
+        sys.exit(train.main(json.loads(argv[0])[rank]))
+    if mode == "on_ranks":
+        torch.distributed.init_process_group("gloo")
+        result = on_ranks()
+    else:
+        with pytest.MonkeyPatch.context() as patch:
+            result = train_and_read(json.loads(argv[0]), patch)
+    Path(out).mkdir(exist_ok=True)
+    torch.save(result, Path(out) / f"{logra.my_rank()}.pt")

@@ -795,10 +795,14 @@ def run(config: Config) -> None:
     if config.model is None:  # a model this small is fastest with one thread
         os.environ["OMP_NUM_THREADS"] = "1"
         torch.set_num_threads(1)
-    it = prepare(config)
+    it = failure = None
+    try:
+        it = prepare(config)
+    except UserError as error:
+        failure = error
+    logra.raise_together(failure)
 
-    # The run directory exists from here on
-    barrier()  # all ranks have found it absent
+    # The run directory exists from here on; all ranks have found it absent
     try:
         it.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -896,7 +900,7 @@ def report(out: Path, seconds: dict) -> None:
 
 def main(argv=None) -> int:
     """Exit code 0; 2 with one sentence if the user can put something right; 130 after Ctrl-C."""
-    config, first = None, os.environ.get("RANK", "0") == "0"
+    config, rank = None, int(os.environ.get("RANK", "0"))
     try:
         config = parse(sys.argv[1:] if argv is None else argv)
         if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
@@ -912,7 +916,10 @@ def main(argv=None) -> int:
     except KeyboardInterrupt:
         message = f"interrupted; go on with --resume {config and config.out or 'DIR'}"
         code = 130
-    if first:
+    if rank and code != 130:
+        time.sleep(15)  # rank 0 says the same, and torchrun then ends this one; or else it speaks
+        message = message.replace("error:", f"error: rank {rank}:", 1)
+    if rank == 0 or code != 130:
         print(message, file=sys.stderr)
     return code
 
