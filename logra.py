@@ -54,7 +54,7 @@ import torch.nn.functional as F
 from torch.autograd import forward_ad
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 # ------------------------------------------------------------------------------------------------
@@ -234,22 +234,30 @@ def decoder_layers(model) -> torch.nn.ModuleList:
     return max(stacks, key=lambda stack: sum(p.numel() for p in stack.parameters()))
 
 
+def gathered_embedding(module, dtype, ids):
+    """nn.Embedding's forward on a sharded weight, which is whole for this line only."""
+    return F.embedding(ids, whole(module.weight), module.padding_idx).to(dtype)
+
+
 def shard_model(model, dtype, frozen_dtype=torch.float32) -> None:
     """FSDP2: this rank keeps its rows of every weight in float32 and computes in `dtype`.
 
-    Each decoder layer is a group, gathered when its turn comes, and the head is one of its own.
-    The frozen embedding and head are kept in frozen_dtype, the one they were stored in.
-    A tied head gets a copy of its own: one group cannot own a weight that another group needs.
+    Each decoder layer is a group, gathered when its turn comes.  Embedding and head are frozen and
+    need no gradient, so they are plain shards in frozen_dtype, the one they were stored in, made
+    whole where they are used; FSDP would hold its flat buffer beside the copy.
     """
     mesh = init_device_mesh("cuda" if torch.cuda.is_available() else "cpu", (world(),))
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    if head.weight is embedding.weight:
-        head.weight = torch.nn.Parameter(head.weight.detach().clone(), requires_grad=False)
-    head.to(frozen_dtype)
-    embedding.to(frozen_dtype)
-    for module in (*decoder_layers(model), head, model.base_model):
-        fully_shard(module, mesh=mesh, mp_policy=policy)
+    tied = head.weight is embedding.weight
+    for module in (embedding,) if tied else (embedding, head):
+        W = module.weight.detach().to(mesh.device_type, frozen_dtype)
+        W = distribute_tensor(W, mesh, [Shard(0)], src_data_rank=None)  # each cuts its own rows
+        module.weight = torch.nn.Parameter(W, requires_grad=False)
+    head.weight = embedding.weight if tied else head.weight
+    embedding.forward = functools.partial(gathered_embedding, embedding, dtype)
+    for module in (*decoder_layers(model), model.base_model):
+        fully_shard(module, mesh=mesh, mp_policy=policy, ignored_params={embedding.weight})
         module.set_gradient_divide_factor(1.0)  # sums, as everywhere
         module.set_force_sum_reduction_for_comms(True)  # gloo has no other
 
@@ -263,7 +271,8 @@ class SketchLinear(torch.autograd.Function):
     """Y = X W^T + b whose backward adds dY^T P, P = X A^T, to S instead of forming dY^T X.
 
     Forward keeps P [N, r], not X [N, d_in].  S sums over micro-batches, in its own dtype (float32)
-    whatever the compute dtype is (method, 1).
+    whatever the compute dtype is (method, 1).  With several ranks S has the rows that this rank
+    owns, summed over all of them, so no rank ever has all rows of all layers.
     """
 
     @staticmethod
@@ -275,8 +284,12 @@ class SketchLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dY):
         W, P = ctx.saved_tensors
-        rows = dY.flatten(0, -2).to(ctx.S.dtype)  # [N, d_out]
-        ctx.S.addmm_(rows.T, P.flatten(0, -2).to(ctx.S.dtype))
+        dY_rows, P = (M.flatten(0, -2).to(ctx.S.dtype) for M in (dY, P))  # [N, d_out], [N, r]
+        if world() > 1:
+            ctx.S.add_(scatter_rows(dY_rows.T @ P))
+        else:
+            ctx.S.addmm_(dY_rows.T, P)
+        del dY_rows, P
         dX = dY @ W.to(dY.dtype) if ctx.needs_input_grad[0] else None
         return dX, None, None, None, None
 
@@ -341,11 +354,10 @@ def freeze_all_but(model, layers: dict) -> str:
 class Sketches:
     """The sketches of all target layers in one flat buffer, and the projections A they share.
 
-    buffer [sum d_out, r]   S while backward runs; the layers stand in the order of their width, so
-                            that those who share an A are neighbours
-    rows {path: view}       the [d_out, r] of each layer in it
-    own, own_rows           the rows that this rank owns, S summed over ranks and then U, from
-                            propose() to step(); with one rank the same memory as buffer and rows
+    buffer [own rows, r]    S while backward runs, U from propose() to step(), of the rows that this
+                            rank owns; the layers stand in the order of their width, so that those
+                            who share an A are neighbours
+    rows {path: view}       the owned rows of each layer in it
     A {d_in: [r, d_in]}     the projections of the current update
     """
 
@@ -360,13 +372,10 @@ class Sketches:
         ordered = sorted(layers.items(), key=lambda item: item[1].in_features)
         self.layers = dict(ordered)
         self.settings = {"rank": rank, "seed": seed, "kind": kind, "refresh": refresh}
-        self.sizes = [module.out_features for module in self.layers.values()]
-        weight = ordered[0][1].weight
-        self.buffer = weight.new_zeros(sum(self.sizes), rank)  # [sum d_out, r]
+        self.sizes = [len(range(m.out_features)[owned(m.out_features)]) for _, m in ordered]
+        weight = local(ordered[0][1].weight)
+        self.buffer = weight.new_zeros(sum(self.sizes), rank)  # [own rows, r]
         self.rows = dict(zip(self.layers, self.buffer.split(self.sizes), strict=True))
-        self.own_sizes = [len(range(size)[owned(size)]) for size in self.sizes]
-        self.own = self.buffer[: sum(self.own_sizes)]  # the front of the buffer, see reduce()
-        self.own_rows = dict(zip(self.layers, self.own.split(self.own_sizes), strict=True))
         self.probing = self.proposed = False
         self.last_X, self.last_version, self.last_P = lambda: None, 0, None
         self.redraw(0)
@@ -377,7 +386,7 @@ class Sketches:
         """What a target layer computes, by what is asked: value, value and sketch, or tangent."""
         A, W, bias, rows = self.A[module.in_features], module.weight, module.bias, self.rows[path]
         if self.probing:
-            return dual_linear(X, W, bias, A, gather_rows(self.own_rows[path], len(rows)))
+            return dual_linear(X, W, bias, A, gather_rows(rows, module.out_features))
         if not torch.is_grad_enabled():
             return F.linear(X, W, bias)
         if self.proposed:
@@ -388,13 +397,6 @@ class Sketches:
             self.last_X, self.last_version = weakref.ref(X), X._version
             self.last_P = X.detach() @ A.T.to(X.dtype)  # [..., r]
         return SketchLinear.apply(X, W, bias, self.last_P, rows)
-
-    def reduce(self) -> None:
-        """S of all ranks -> the owned rows.  They move to the front of the buffer, layer by layer,
-        never past what is still to be read: a layer's own rows are no more than its rows."""
-        if world() > 1:
-            for path, rows in self.rows.items():
-                self.own_rows[path].copy_(scatter_rows(rows))
 
     def redraw(self, update: int) -> None:
         """The projections of one update, from its number alone."""
@@ -408,9 +410,9 @@ class Sketches:
         """Pairs of A and the owned rows that belong to it, one for each width."""
         start = 0
         for d_in, A in self.A.items():
-            layers = zip(self.layers.values(), self.own_sizes, strict=True)
+            layers = zip(self.layers.values(), self.sizes, strict=True)
             n = sum(size for module, size in layers if module.in_features == d_in)
-            yield A, self.own[start : start + n]
+            yield A, self.buffer[start : start + n]
             start += n
 
     def detach(self) -> None:
@@ -524,7 +526,7 @@ class LoGRA(torch.optim.Optimizer):
         weights = [module.weight for module in sketches.layers.values()]
         super().__init__(weights, {"update_ratio": update_ratio, **options})
         self.sketches = sketches
-        self.v = sketches.own.new_zeros(len(sketches.own))  # [owned rows]
+        self.v = sketches.buffer.new_zeros(len(sketches.buffer))  # [owned rows]
         self.update, self.sketch_norm = 0, 0.0
         check_same(sketches.A.values(), "projections")
 
@@ -538,18 +540,17 @@ class LoGRA(torch.optim.Optimizer):
         sketches, options = self.sketches, dict(self.param_groups[0])
         if sketches.proposed:
             raise RuntimeError("propose() twice: the buffer holds U, not S; step() comes between")
-        sketches.reduce()
-        S = sketches.own.div_(tokens)
+        S = sketches.buffer.div_(tokens)
         self.sketch_norm = norm_over_ranks([S])
         if not math.isfinite(self.sketch_norm):
             raise FloatingPointError(f"the sketch of update {self.update} is not finite")
         update_ratio = options.pop("update_ratio")
         del options["params"]
-        row_adam(S, self.v, sketches.own_sizes, **options)
+        row_adam(S, self.v, sketches.sizes, **options)
         D_norm = sum(projected_norm_squared(D, A) for A, D in sketches.widths())
         D_norm = rank_sum(D_norm).sqrt().item()
         W_norm = norm_over_ranks([local(module.weight) for module in sketches.layers.values()])
-        sketches.own.mul_(update_ratio * W_norm / D_norm if D_norm else 0.0)
+        sketches.buffer.mul_(update_ratio * W_norm / D_norm if D_norm else 0.0)
         sketches.proposed = True
 
     @torch.no_grad()
@@ -563,8 +564,8 @@ class LoGRA(torch.optim.Optimizer):
         if not sketches.proposed:
             raise RuntimeError("step() before propose(): the buffer holds S, not U")
         sketches.proposed = False
-        flat, factors = sketches.own.mul_(alpha).to(torch.bfloat16), {}
-        parts = flat.split(sketches.own_sizes)
+        flat, factors = sketches.buffer.mul_(alpha).to(torch.bfloat16), {}
+        parts = flat.split(sketches.sizes)
         for (path, module), part in zip(sketches.layers.items(), parts, strict=True):
             subtract_factor(local(module.weight), part, sketches.A[module.in_features])
             factors[path] = gather_rows(part, module.out_features)
@@ -584,8 +585,8 @@ class LoGRA(torch.optim.Optimizer):
         All ranks must call; v is whole, so that it fits another number of ranks.
         """
         sketches = self.sketches
-        parts = zip(self.v.split(sketches.own_sizes), sketches.sizes, strict=True)
-        v = torch.cat([gather_rows(part, size) for part, size in parts])  # [sum d_out]
+        parts = zip(self.v.split(sketches.sizes), sketches.layers.values(), strict=True)
+        v = torch.cat([gather_rows(part, module.out_features) for part, module in parts])
         settings = {**sketches.settings, "layers": list(sketches.layers)}
         return {"update": self.update, "v": v, "settings": settings}
 
@@ -596,7 +597,7 @@ class LoGRA(torch.optim.Optimizer):
                 was, value = str(was)[:60], str(value)[:60]  # the layers are many
                 raise ValueError(f"the checkpoint has {key} {was}, this run has {key} {value}")
         self.update = state["update"]
-        parts = state["v"].split(self.sketches.sizes)
+        parts = state["v"].split([m.out_features for m in self.sketches.layers.values()])
         self.v.copy_(torch.cat([part[owned(len(part))] for part in parts]))
         self.zero_grad()
         self.sketches.redraw(self.update)
@@ -657,6 +658,7 @@ class LoRA(DenseAdamW):
             A = make_projection(rank, W.shape[1], stable_seed("lora", seed, path), "gaussian")
             A = (A * (rank / W.shape[1]) ** 0.5).to(W)  # [r, d_in], entries of variance 1 / d_in
             B = W.new_zeros(module.out_features, rank)  # [d_out, r]: W starts where it was
+            module.weight.requires_grad_(False)  # only the adapters have gradients
             self.adapters[path] = (torch.nn.Parameter(A), torch.nn.Parameter(B))
             module.forward = functools.partial(self.forward, path, module)
         parameters = [p for pair in self.adapters.values() for p in pair]
@@ -770,6 +772,7 @@ def policy_head(model):
         z = F.linear(h.to(W.dtype), W, bias) * scale
         return torch.tanh(z / cap) * cap if cap else z
 
+    logits.chunk = max(1, 2**24 // len(W))  # as many positions as make 64 MiB of float32 logits
     return logits
 
 
@@ -777,15 +780,15 @@ def blockwise_attention(module, query, key, value, mask, scaling, softcap=None, 
     """Softmax attention in plain operations, so that forward-mode AD goes through it.
 
     query [B, heads, L, d], key and value [B, kv_heads, L, d], mask added to the scores.  In blocks
-    of 512 queries: no scores [heads, L, L], nor their tangent, exist for a whole sequence.
+    of 128 queries: no scores [heads, L, L], nor their tangent, exist for a whole sequence.
     """
     repeats = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
     blocks = []
-    for start in range(0, query.shape[2], 512):
-        scores = query[:, :, start : start + 512] @ key.transpose(2, 3) * scaling
+    for start in range(0, query.shape[2], 128):
+        scores = query[:, :, start : start + 128] @ key.transpose(2, 3) * scaling
         scores = scores if softcap is None else torch.tanh(scores / softcap) * softcap
-        scores = scores + mask[:, :, start : start + 512]  # [B, heads, 512, L]
+        scores = scores + mask[:, :, start : start + 128]  # [B, heads, 128, L]
         blocks.append(scores.float().softmax(-1).to(value.dtype) @ value)
     return torch.cat(blocks, 2).transpose(1, 2).contiguous(), None  # [B, L, heads, d]
 
@@ -848,7 +851,7 @@ def exact_kl(z, z_after, temperature):
 
 
 @torch.no_grad()
-def predict_kl(model, sketches, probe, temperature=1.0, steps=None, micro_batch=1, chunk=512):
+def predict_kl(model, sketches, probe, temperature=1.0, steps=None, micro_batch=1, chunk=None):
     """The KL that W - a U A would cause, from one forward-mode pass over all layers at once.
 
     probe: Samples; steps: None for the quadratic predictor, or the grid of a at which the KL of
@@ -857,47 +860,47 @@ def predict_kl(model, sketches, probe, temperature=1.0, steps=None, micro_batch=
     states, from which realised_kl tells later what came of it.
     Memory: `micro_batch` answers in the model, `chunk` positions in the head.
     """
-    device, total, count, hidden_before = model.device, 0.0, 0, []
-    head = policy_head(model) if sketches else None
+    device, total, count = model.device, 0.0, 0
     with probe_mode(model, sketches), forward_ad.dual_level():
-        for samples, counts in in_step(micro_batches(probe, micro_batch), device):
-            hidden, _ = response_hidden(model, samples, device)  # [n, H], dual
-            if not counts:
-                continue
-            hidden_before.append(forward_ad.unpack_dual(hidden).primal)
-            count += len(hidden)
-            for h in hidden.split(chunk) if sketches else ():
-                with in_float32(device):
-                    z, dz = forward_ad.unpack_dual(head(h.float()).float())  # [chunk, V]
-                if steps is None:
-                    total = total + quadratic_kl(z, dz, temperature)[None]
-                else:
-                    total = total + linearised_kl(z, dz, temperature, steps)
-    if not sketches:
-        return None, hidden_before
+        passes = in_step(micro_batches(probe, micro_batch), device)
+        hidden = [(response_hidden(model, batch, device)[0], counts) for batch, counts in passes]
+        hidden = [h for h, counts in hidden if counts]  # [n, H] each, dual
+        hidden_before = [forward_ad.unpack_dual(h).primal for h in hidden]
+        if not sketches:
+            return None, hidden_before
+        head = policy_head(model)  # gathered when the layers are done
+        chunks = (part for states in hidden for part in states.split(chunk or head.chunk))
+        for h in chunks:
+            with in_float32(device):
+                pair = forward_ad.unpack_dual(head(h.float()).float())  # z, z' [chunk, V]
+            if steps is None:
+                total = total + quadratic_kl(*pair, temperature)[None]
+            else:
+                total = total + linearised_kl(*pair, temperature, steps)
+            count += len(h)
+            del pair
     sums = rank_sum(torch.cat([total.double(), total.new_tensor([count]).double()]))
     return (list(steps or [1.0]), (sums[:-1] / sums[-1]).tolist()), hidden_before
 
 
 @torch.no_grad()
-def realised_kl(model, probe, hidden_before, temperature=1.0, micro_batch=1, chunk=512) -> float:
+def realised_kl(model, probe, hidden_before, temperature=1.0, micro_batch=1, chunk=None) -> float:
     """KL(before || after), mean per generated token of the probe, by the same path as predict_kl.
 
     The head is frozen, so logits before the step are made again from its hidden states.
     """
-    head, total = policy_head(model), 0.0
     with probe_mode(model):
-        for i, (samples, counts) in enumerate(
-            in_step(micro_batches(probe, micro_batch), model.device)
-        ):
-            after, _ = response_hidden(model, samples, model.device)  # [n, H]
-            if not counts:
-                continue
-            before = hidden_before[i]
-            for h, h_after in zip(before.split(chunk), after.split(chunk), strict=True):
-                with in_float32(model.device):
-                    z, z_after = head(h.float()).float(), head(h_after.float()).float()
-                total += exact_kl(z, z_after, temperature).item()
+        passes = in_step(micro_batches(probe, micro_batch), model.device)
+        hidden = [(response_hidden(model, batch, model.device)[0], n) for batch, n in passes]
+    hidden_after = [h for h, counts in hidden if counts]
+    head, total = policy_head(model), 0.0  # gathered when the layers are done
+    for before, after in zip(hidden_before, hidden_after, strict=True):
+        chunks = (h.split(chunk or head.chunk) for h in (before, after))
+        for h, h_after in zip(*chunks, strict=True):
+            with in_float32(model.device):
+                z, z_after = head(h.float()).float(), head(h_after.float()).float()
+            total += exact_kl(z, z_after, temperature).item()
+            del z, z_after
     sums = torch.tensor([total, sum(map(len, hidden_before))], dtype=torch.float64)
     total, count = rank_sum(sums.to(model.device)).tolist()
     return total / count
@@ -1294,7 +1297,8 @@ def backward(model, samples, config, first: bool):
         with compute_dtype(device, config.dtype):
             hidden, ids = response_hidden(model, micro, device)  # [n, H], [n]
             leaf = hidden.detach().requires_grad_()  # the head's backward ends here, see below
-            logp = token_logprobs(leaf, policy_head(model), ids, config.temperature)  # [n]
+            head = policy_head(model)
+            logp = token_logprobs(leaf, head, ids, config.temperature, head.chunk)  # [n]
         engine = torch.tensor([x for s in micro for x in s.logprobs], device=device)
         if first and counts:
             for s, old in zip(micro, logp.detach().split(lengths), strict=True):
@@ -1306,7 +1310,7 @@ def backward(model, samples, config, first: bool):
         advantages = torch.tensor([s.advantage for s in micro for _ in s.completion], device=device)
         advantages = advantages * counts  # a pass more than it has adds nothing
         policy_loss(logp, old, engine, advantages, config.clip_low, config.clip_high).backward()
-        del logp  # the head's weight and logits are gone before the layers run backward
+        del logp, head  # the head's weight and logits are gone before the layers run backward
         hidden.backward(leaf.grad)
     finished = torch.cat(differences) if differences else torch.empty(0)
     sums = torch.tensor([finished.sum().item(), len(finished)], dtype=torch.float64, device=device)

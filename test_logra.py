@@ -2776,9 +2776,11 @@ def add_share(model, samples, first=True, dtype="float32"):
 
 
 def sketch_of_all(sketches):
-    """{path: S [d_out, r]} summed over the ranks, before they reduce it themselves."""
-    S = logra.rank_sum(sketches.buffer.clone())
-    return dict(zip(sketches.rows, S.split(sketches.sizes), strict=True))
+    """{path: S [d_out, r]} of all ranks."""
+    return {
+        path: logra.gather_rows(rows, sketches.layers[path].out_features).clone()
+        for path, rows in sketches.rows.items()
+    }
 
 
 def gathered(layers):
@@ -2799,10 +2801,10 @@ def update_on_ranks(model, optimizer, samples, first, seen):
     seen["norm"].append(optimizer.sketch_norm)
     curve, before = logra.predict_kl(model, sketches, share)
     if sketches:
-        seen["local norm"] = sketches.own.norm().item()
+        seen["local norm"] = sketches.buffer.norm().item()
         UA = W = 0.0
         for path, module in sketches.layers.items():
-            U = logra.gather_rows(sketches.own_rows[path], module.out_features)
+            U = logra.gather_rows(sketches.rows[path], module.out_features)
             UA += (U @ sketches.A[module.in_features]).double().square().sum().item()
             W += logra.whole(module.weight).double().square().sum().item()
         seen["ratio"].append(math.sqrt(UA / W))
@@ -3286,7 +3288,7 @@ def test_bad_input_to_ranks_is_answered_by_one_sentence(tmp_path):
         assert len(found) == 1, (name, words)
         for word in cases[name][2].split():
             assert word in found[0], found
-        assert "logra.py" not in words and 'train.py"' not in words  # no traceback of ours
+        assert 'logra.py", line' not in words and 'train.py", line' not in words  # no traceback
     assert list(tmp_path.iterdir()) == []
 
 

@@ -734,25 +734,21 @@ def build_optimizer(config: Config, it):
 
     With several ranks the model is sharded on the way.
     """
-    sketches = None
-    if config.optimizer != "row_adam":
-        say(f"{config.optimizer}: {logra.freeze_all_but(it.model, it.layers)}")
-        for module in it.layers.values():  # of LoRA only the adapters have gradients
-            module.weight.requires_grad_(config.optimizer == "adamw")
-    else:
-        sketches = logra.attach_sketches(
-            it.model, config.rank, config.targets, config.seed, config.projection, config.refresh
-        )
     if config.checkpointing:
         logra.checkpoint_layers(it.model)
     if logra.world() > 1:
         logra.shard_model(it.model, getattr(torch, config.dtype), it.stored)
     budget = (config.kl_budget, config.kl_budget_final, config.kl_budget_steps)
     control = logra.KLControl(*budget, config.alpha_max, config.kl_control)
+    if config.optimizer != "row_adam":
+        say(f"{config.optimizer}: {logra.freeze_all_but(it.model, it.layers)}")
     if config.optimizer == "adamw":
         return logra.DenseAdamW(it.layers, config.lr), control, {}
     if config.optimizer == "lora":
         return logra.LoRA(it.layers, config.rank, config.lr, config.seed), control, {}
+    sketches = logra.attach_sketches(
+        it.model, config.rank, config.targets, config.seed, config.projection, config.refresh
+    )
     keep = config.keep_layer_norm
     optimizer = logra.LoGRA(sketches, config.update_ratio, keep_layer_norm=keep)
     return optimizer, control, sketches.settings
