@@ -72,15 +72,24 @@ import subprocess
 import sys
 import time
 import types
+import weakref
 from pathlib import Path
+from unittest import mock
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: these models are fastest so
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import forward_ad
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
 
 import logra
 
@@ -3292,11 +3301,168 @@ def test_bad_input_to_ranks_is_answered_by_one_sentence(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+# ------------------------------------------------------------------------------------------------
+# Memory of several ranks, simulated: the code that runs, on fake tensors and a fake group
+# ------------------------------------------------------------------------------------------------
+
+# No GPU and no weights: FakeTensorMode gives every operation its shapes, a fake process group its
+# collectives, and a dispatch mode adds up the storages that are alive.  The device is "cpu", which
+# stands for the GPU: FSDP2 takes the same path on both.  The model as it is loaded lies in the
+# host's memory and is not counted; nor is what a kernel allocates inside itself, a CUDA context,
+# NCCL, fragmentation.
+
+aten = torch.ops.aten
+INDEXING = (aten.index.Tensor, aten.index_put.default, aten._index_put_impl_.default)
+
+
+class LiveBytes(TorchDispatchMode):
+    """Bytes of the storages that are alive, and their peak in each phase."""
+
+    def __init__(self, tokens):
+        super().__init__()
+        self.tokens, self.live, self.now, self.phase = tokens, {}, 0, "host"
+        self.peaks, self.resize = {}, torch.UntypedStorage.resize_
+
+    def enter(self, phase):
+        self.phase = phase
+        self.count(None, 0)
+
+    def count(self, key, size):
+        """The storage `key` has so many bytes from now on."""
+        self.now += size - self.live.get(key, 0)
+        self.live[key] = size
+        self.peaks[self.phase] = max(self.peaks.get(self.phase, 0), self.now)
+
+    def freed(self, key):
+        self.now -= self.live.pop(key)
+
+    def resize_(self, storage, size):  # how FSDP2 frees and allocates what it gathers
+        self.resize(storage, size)
+        if storage._cdata in self.live:
+            self.count(storage._cdata, size)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(issubclass(t, DTensor) for t in types):  # it makes the operations on its own part
+            return NotImplemented
+        if func is aten._local_scalar_dense.default:  # a fake tensor has no value: say 1
+            return 1.0 if args[0].is_floating_point() else 1
+        if func is torch.ops._c10d_functional.wait_tensor.default:  # the same memory
+            return args[0]
+        if func in INDEXING and args[1][0] is not None and args[1][0].dtype == torch.bool:
+            where = torch.zeros(self.tokens, dtype=torch.long)  # the generated positions [1, L]
+            args = (args[0], [where] * args[1][0].dim(), *args[2:])
+        if func is aten.repeat_interleave.Tensor:  # a number a layer -> a number an owned row
+            kwargs = {"output_size": self.rows}
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_iter(out):
+            if isinstance(tensor, FakeTensor):
+                storage = tensor.untyped_storage()
+                if (key := storage._cdata) not in self.live:
+                    free = self.phase == "host" or func is aten._efficientzerotensor.default
+                    self.count(key, 0 if free else storage.nbytes())
+                    weakref.finalize(storage, self.freed, key)
+        return out
+
+
+def simulate(shape, world_size, T=4096, rank=256):
+    """{phase: peak GiB per rank} of a training step with two micro-batches of T tokens."""
+    dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
+    mesh = init_device_mesh("cpu", (world_size,))  # looks at values, so not on fake tensors
+    tracker = LiveBytes(T - 1)
+    try:
+        with (
+            FakeTensorMode(allow_non_fake_inputs=True),
+            mock.patch.object(torch.UntypedStorage, "resize_", lambda s, n: tracker.resize_(s, n)),
+            mock.patch.object(transformers.masking_utils, "is_tracing", lambda *_: False),
+            mock.patch.object(logra, "check_same", lambda *_: None),
+            mock.patch.object(logra, "init_device_mesh", lambda *_: mesh),
+            mock.patch.object(torch.Tensor, "tolist", lambda t: [1.0] * t.numel()),
+            tracker,
+        ):
+            config = transformers.Qwen2Config(**shape, max_position_embeddings=2 * T)
+            model = transformers.Qwen2ForCausalLM(config).eval()
+            tracker.enter("load")
+            logra.checkpoint_layers(model)
+            logra.shard_model(model, torch.bfloat16, torch.bfloat16)
+            sketches = logra.attach_sketches(model, rank)
+            optimizer = logra.LoGRA(sketches)
+            tracker.rows = sum(sketches.sizes)
+            sample = logra.Sample([0], [0] * (T - 1), [0.0] * (T - 1), True, advantage=1.0)
+            other = type(sample)(**vars(sample))
+            for s in (sample, other):
+                run_backward(tracker, model, s)
+            tracker.enter("propose")
+            optimizer.propose(2 * T)
+            tracker.enter("probe")
+            with logra.compute_dtype(model.device, "bfloat16"):
+                _, before = logra.predict_kl(model, sketches, [sample, other])
+            tracker.enter("step")
+            factors = optimizer.step(1.0)
+            tracker.enter("realised")
+            with logra.compute_dtype(model.device, "bfloat16"):
+                logra.realised_kl(model, [sample, other], before)
+            del factors
+            del tracker.peaks["host"]
+            return {phase: peak / 2**30 for phase, peak in tracker.peaks.items()}
+    finally:
+        dist.destroy_process_group()
+
+
+def run_backward(tracker, model, sample):
+    """logra.backward of one sample, with the phase told at each of its three parts."""
+    tokens, back = logra.token_logprobs, torch.Tensor.backward
+
+    def head(*args, **kwargs):
+        tracker.enter("head")
+        return tokens(*args, **kwargs)
+
+    def backward(tensor, *args, **kwargs):
+        tracker.enter("head" if tensor.dim() == 0 else "backward")
+        return back(tensor, *args, **kwargs)
+
+    config = settings(micro_batch=1, dtype="bfloat16")
+    tracker.enter("forward")
+    with (
+        mock.patch.object(logra, "token_logprobs", head),
+        mock.patch.object(torch.Tensor, "backward", backward),
+    ):
+        logra.backward(model, [sample], config, first=True)
+
+
+def qwen2_shape(*numbers, tied=False, head_dim=None):
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    names += ("num_key_value_heads", "vocab_size")
+    shape = dict(zip(names, numbers, strict=True)) | {"tie_word_embeddings": tied}
+    return shape | ({"head_dim": head_dim} if head_dim else {})
+
+
+SHAPES = {
+    "1.5B": qwen2_shape(1536, 8960, 28, 12, 2, 151936, tied=True),
+    "7B": qwen2_shape(3584, 18944, 28, 28, 4, 152064),
+    "27B": qwen2_shape(5120, 17408, 64, 80, 8, 248320, head_dim=128),  # minutes: by hand
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name, goal, paper", [("1.5B", 3.6, None), ("7B", 11.2, 17.29)])
+def test_simulated_peak_of_a_step(name, goal, paper):
+    """GiB per rank on 4 ranks, 4096 tokens, rank 256, the KL probe included."""
+    argv = [sys.executable, __file__, "simulate", name, "4"]
+    run = subprocess.run(argv, stdout=subprocess.PIPE, text=True, check=True, timeout=300)
+    peaks = json.loads(run.stdout.splitlines()[-1])
+    print(f"\n{name}: " + ", ".join(f"{phase} {gib:.2f}" for phase, gib in peaks.items()))
+    assert peaks["load"] > 1  # the shards themselves
+    assert max(peaks.values()) <= goal < (paper or 9)
+
+
 if __name__ == "__main__":  # one of torchrun's ranks
     import faulthandler
 
     faulthandler.dump_traceback_later(150, exit=True)  # it never hangs
     mode, out, *argv = sys.argv[1:]
+    if mode == "simulate":
+        print(json.dumps(simulate(SHAPES[out], int(argv[0]))))
+        sys.exit()
     if mode == "bad":  # rank 0 is late, as it may be on a busy machine
         rank = int(os.environ["RANK"])
         time.sleep(2 if rank == 0 else 0)
