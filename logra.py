@@ -101,7 +101,7 @@ def projection_seed(seed: int, update: int, key, refresh: int = 1) -> int:
 
 
 def make_projection(rank, d_in, seed, kind="rademacher", device="cpu", dtype=torch.float32):
-    """A [rank, d_in] with E[A^T A] = I: signs +-1/sqrt(rank), or N(0, 1/rank) (method, 1).
+    """A [rank, d_in] with E[A^T A] = I: signs +-1/sqrt(rank), or N(0, 1/rank).
 
     Signs cost one bit each: 64 of them are drawn as one word.  Raises ValueError on another kind.
     """
@@ -178,12 +178,13 @@ def raise_together(error) -> None:
 
 def check_same(matrices, what: str) -> None:
     """Raise StopRun unless all ranks have the same matrices, to the bit."""
+    if world() == 1:
+        return
     digest = hashlib.blake2b(digest_size=8)
     for matrix in matrices:
         digest.update(matrix.cpu().contiguous().view(torch.uint8).numpy().tobytes())
-    digests = [digest.hexdigest()] * world()
-    if world() > 1:
-        dist.all_gather_object(digests, digest.hexdigest())
+    digests = [None] * world()
+    dist.all_gather_object(digests, digest.hexdigest())
     if len(set(digests)) > 1:
         raise StopRun(f"{what} differ between ranks: {digests}")
 
@@ -235,8 +236,13 @@ def decoder_layers(model) -> torch.nn.ModuleList:
 
 
 def gathered_embedding(module, dtype, ids):
-    """nn.Embedding's forward on a sharded weight, which is whole for this line only."""
-    return F.embedding(ids, whole(module.weight), module.padding_idx).to(dtype)
+    """The embedding's own forward (some families scale it) with its sharded weight made whole."""
+    shard = module.weight
+    module.weight = torch.nn.Parameter(whole(shard), requires_grad=False)
+    try:
+        return type(module).forward(module, ids).to(dtype)
+    finally:
+        module.weight = shard
 
 
 def shard_model(model, dtype, frozen_dtype=torch.float32) -> None:
@@ -271,7 +277,7 @@ class SketchLinear(torch.autograd.Function):
     """Y = X W^T + b whose backward adds dY^T P, P = X A^T, to S instead of forming dY^T X.
 
     Forward keeps P [N, r], not X [N, d_in].  S sums over micro-batches, in its own dtype (float32)
-    whatever the compute dtype is (method, 1).  With several ranks S has the rows that this rank
+    whatever the compute dtype is.  With several ranks S has the rows that this rank
     owns, summed over all of them, so no rank ever has all rows of all layers.
     """
 
@@ -295,7 +301,7 @@ class SketchLinear(torch.autograd.Function):
 
 
 def dual_linear(X, W, bias, A, U):
-    """Y = X W^T + b with its derivative along W(a) = W - a U A at a = 0 (method, 3).
+    """Y = X W^T + b with its derivative along W(a) = W - a U A at a = 0.
 
     Y' = X' W^T - (X A^T) U^T, and primal and tangent share one product with W: [X; X'] W^T.
     X may be a dual tensor; the dual Y is returned.
@@ -468,7 +474,7 @@ def checkpoint_layers(model) -> None:
 
 
 def row_adam(S, v, sizes, beta2=0.95, eps=1e-8, keep_layer_norm=True):
-    """S [sum d_out, r] becomes D in place; v [sum d_out] is updated in place (method, 2).
+    """S [sum d_out, r] becomes D in place; v [sum d_out] is updated in place.
 
         v_i <- b2 v_i + (1 - b2) mean_j S_ij^2
         s_i  = 1 / (sqrt(v_i) + eps * mean_i sqrt(v_i))
@@ -821,7 +827,7 @@ def phi(x):
 
 
 def quadratic_kl(z, dz, temperature):
-    """KL of a step of 1 to second order, summed over positions: Var_p(z' / T) / 2 (method, 3).
+    """KL of a step of 1 to second order, summed over positions: Var_p(z' / T) / 2.
 
     z, dz [n, V]: logits and their derivative; p = softmax(z / T).
     """
@@ -922,7 +928,7 @@ def kl_at(curve, alpha: float) -> float:
 
 
 class KLControl:
-    """The KL budget of each update, and the step that spends it (method, 3; paper's values).
+    """The KL budget of each update, and the step that spends it (the paper's values).
 
     budget -> final_budget: cosine over `updates` updates, both ends included; constant after.
     alpha_max bounds the step.  enabled=False always takes a step of 1.
@@ -1033,7 +1039,7 @@ def hide_broken_packages() -> None:
 
 
 class SketchSync:
-    """What a vLLM worker learns of LoGRA: redraw A, subtract F A (method, 4).
+    """What a vLLM worker learns of LoGRA: redraw A, subtract F A.
 
     vLLM mixes this class into its worker.  Engines in bfloat16 keep a float32 master of the target
     weights on the host and round it: a step of 6e-5 is far below half a unit of a bfloat16 and
