@@ -907,6 +907,12 @@ def next_free(stem: str) -> Path:
     return next(p for i in range(1, 10**9) if not (p := Path("runs", f"{stem}-{i}")).exists())
 
 
+def shown_path(path) -> str:
+    """A path as the user would type it: relative, if it lies below where they are."""
+    relative = os.path.relpath(path)
+    return str(path) if relative.startswith("..") else relative
+
+
 def report(out: Path, seconds: dict) -> None:
     """The last screen: accuracy before and after, curve, answers, seconds by phase, and where."""
     records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
@@ -924,7 +930,7 @@ def report(out: Path, seconds: dict) -> None:
             print("held-out prompt {!r}: before {!r},".format(*words), end=" ")
             print(f"after {after['completion'][-40:]!r}")
     print("seconds: " + ", ".join(f"{name} {value:.1f}" for name, value in seconds.items()))
-    print(f"saved in {last_checkpoint(out)}")
+    print(f"saved in {shown_path(last_checkpoint(out))}")
 
 
 def main(argv=None) -> int:
@@ -946,7 +952,7 @@ def main(argv=None) -> int:
         begun = config and config.out and Path(config.out).exists()
         message, code = "interrupted before anything was written", 130
         if begun:
-            message = f"interrupted; go on with --resume {config.out}"
+            message = f"interrupted; go on with --resume {shown_path(config.out)}"
     if rank and code != 130:
         time.sleep(15)  # rank 0 says the same, and torchrun then ends this one; or else it speaks
         message = message.replace("error:", f"error: rank {rank}:", 1)
