@@ -59,6 +59,7 @@ row | fault                                    | test_...
 """
 
 import copy
+import fcntl
 import functools
 import io
 import itertools
@@ -2073,6 +2074,8 @@ def lab(tmp_path_factory, small_task):
     jsonl(lab / "notjson.jsonl", row(), row(), '{"prompt": "two", ')
     jsonl(lab / "notobject.jsonl", row(), '["two", "four"]')
     jsonl(lab / "chat.jsonl", row([{"role": "user", "content": "two"}]))
+    jsonl(lab / "turn.jsonl", row(), row([{"role": "user"}]))
+    jsonl(lab / "words.jsonl", row(), row("two", "none at all"))
     (lab / "binary.jsonl").write_bytes(b"\xff\xfe\x00\x80")
     (lab / "reward.py").write_text(REWARD)
     (lab / "broken.py").write_text("def spread(completion, row:\n")
@@ -2111,6 +2114,8 @@ BAD_INPUT = {
     "row not JSON": (f"{MODEL} --data {{lab}}/notjson.jsonl", "notjson.jsonl:3 JSON"),
     "row not an object": (f"{MODEL} --data {{lab}}/notobject.jsonl", "notobject.jsonl:2 object"),
     "chat without template": (f"{MODEL} --data {{lab}}/chat.jsonl", "chat.jsonl:1 template"),
+    "turn without content": (f"{MODEL} --data {{lab}}/turn.jsonl", "turn.jsonl:2 content"),
+    "answer without number": (f"{MODEL} --data {{lab}}/words.jsonl", "words.jsonl:2 number"),
     "bad held-out row": (f"{DATA} --eval-data {{lab}}/noanswer.jsonl", "noanswer.jsonl:3 answer"),
     "all prompts too long": (f"{DATA} --max-prompt-tokens 1", "--data --max-prompt-tokens 3"),
     "more tokens than positions": (f"{DATA} --max-new-tokens 4000", "--max-new-tokens 4016 512"),
@@ -2142,6 +2147,8 @@ BAD_INPUT = {
     "run directory under a file": ("--engine hf --out {lab}/good.jsonl/run", "good.jsonl"),
     "nothing to resume": ("--resume {lab}/nowhere", "nowhere"),
     "resume, no run": ("--resume {lab}/empty", "empty config.json"),
+    "resume, fewer steps": ("--resume {lab}/done --steps 2", "--steps 2 4"),
+    "resume, another directory": ("--resume {lab}/done --out {lab}/new", "--resume --out"),
     "resume, other rank": ("--resume {lab}/done --rank 5", "--rank 16 5"),
     "resume, other seed": ("--resume {lab}/done --seed 9", "--seed 0 9"),
     "resume, other model": ("--resume {lab}/done --model {lab}/llama", "--model llama"),
@@ -2177,6 +2184,22 @@ def test_bad_input_is_answered_by_one_sentence(case, lab, tmp_path, monkeypatch,
     assert len(sentences) == 1 and sentences[0] == err.splitlines()[-1]
     assert all(word in sentences[0] for word in words.split()), sentences[0]
     assert snapshot(lab) == before and not list(tmp_path.iterdir())
+
+
+def test_two_runs_do_not_share_a_directory(lab, capsys):
+    """A run directory is locked while a run writes there, and free when that ends."""
+    with open(lab / "done" / ".lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert main(lab, "--resume {lab}/done") == 2
+        assert "another run" in capsys.readouterr().err
+    assert main(lab, "--resume {lab}/done") == 0
+
+
+def test_a_reward_that_exits_is_a_reward_that_fails():
+    """sys.exit() in a reward, even with 0, does not end the run as if it had succeeded."""
+    sample = types.SimpleNamespace(completion=[], row=train.Example([1], {}, "rows.jsonl:7"))
+    with pytest.raises(train.UserError, match="rows.jsonl:7"):
+        train.score(lambda completion, row: sys.exit(0), tokenizer_with_bos(), sample)
 
 
 def test_help_has_every_flag_and_its_default(capsys):
