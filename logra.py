@@ -29,7 +29,8 @@ A dense gradient G and two Adam moments cost three times the memory of the weigh
     factors = optimizer.step(control.scale(curve, update))  #    W -= F A, and a new A
 
 Each section uses only what stands above it: 1 Projection, 2 Ranks, 3 Sketch, 4 RowAdam,
-5 Predicted KL, 6 GRPO objective, 7 Generation and sync, 8 the loop.  1-6 need torch alone.
+5 Predicted KL, 6 GRPO objective, 7 Generation and sync, 8 the loop.  vLLM is needed in 7 alone,
+and outside it only the probe of 5 touches transformers.
 
 Papers: LoGRA 2610.06647, GRPO 2402.03300, Dr. GRPO 2503.20783, DAPO 2503.14476.
 """
@@ -826,14 +827,19 @@ def phi(x):
     return torch.where(x.abs() < 0.1, series, torch.expm1(x) - x)
 
 
+def centred_change(z, dz, temperature):
+    """p = softmax(z / T) and u = (z' - E_p z') / T, both [n, V]: what the two predictors share."""
+    p = (z / temperature).softmax(-1)
+    u = dz / temperature
+    return p, u - (p * u).sum(-1, keepdim=True)
+
+
 def quadratic_kl(z, dz, temperature):
     """KL of a step of 1 to second order, summed over positions: Var_p(z' / T) / 2.
 
     z, dz [n, V]: logits and their derivative; p = softmax(z / T).
     """
-    p = (z / temperature).softmax(-1)
-    u = dz / temperature
-    u = u - (p * u).sum(-1, keepdim=True)
+    p, u = centred_change(z, dz, temperature)
     return (p * u.square()).sum() / 2
 
 
@@ -843,9 +849,7 @@ def linearised_kl(z, dz, temperature, steps):
     The softmax is kept whole, only the network is linearised.  With u = (z' - E_p z') / T it is
     log(1 + sum_v p_v phi(a u_v)), which cannot be negative; the naive form is worthless below 1e-6.
     """
-    p = (z / temperature).softmax(-1)
-    u = dz / temperature
-    u = u - (p * u).sum(-1, keepdim=True)
+    p, u = centred_change(z, dz, temperature)
     sums = [(p * phi((a * u).clamp(max=80))).sum(-1).log1p().sum() for a in steps]
     return torch.stack(sums)
 

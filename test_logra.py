@@ -2727,9 +2727,9 @@ def test_time_of_a_step():
     medians = {name: statistics.median(times[2:]) for name, times in seconds.items()}
     ratios = {name: value / medians["foreach"] for name, value in medians.items()}
     print(f"\nseconds {medians}, ratios {ratios}")
-    # The goal for rank 256 is .80.  Where AdamW's memory traffic is cheap only its products are
-    # left to save, and of their operations LoGRA needs .93: there .83 was the least that was seen.
-    assert ratios["r64"] <= 0.70 and ratios["r256"] <= 0.85
+    # Where AdamW's memory traffic is cheap only its products are left to save, and of their
+    # operations LoGRA needs .93 at rank 256: on such a machine this bar was missed, at .83.
+    assert ratios["r64"] <= 0.70 and ratios["r256"] <= 0.80
 
 
 # ------------------------------------------------------------------------------------------------
@@ -3467,15 +3467,15 @@ SHAPES = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name, goal, paper", [("1.5B", 3.6, None), ("7B", 11.2, 17.29)])
-def test_simulated_peak_of_a_step(name, goal, paper):
+@pytest.mark.parametrize("name, goal", [("1.5B", 3.6), ("7B", 11.2)])
+def test_simulated_peak_of_a_step(name, goal):
     """GiB per rank on 4 ranks, 4096 tokens, rank 256, the KL probe included."""
     argv = [sys.executable, __file__, "simulate", name, "4"]
     run = subprocess.run(argv, stdout=subprocess.PIPE, text=True, check=True, timeout=300)
     peaks = json.loads(run.stdout.splitlines()[-1])
     print(f"\n{name}: " + ", ".join(f"{phase} {gib:.2f}" for phase, gib in peaks.items()))
     assert peaks["load"] > 1  # the shards themselves
-    assert max(peaks.values()) <= goal < (paper or 9)
+    assert max(peaks.values()) <= goal
 
 
 if __name__ == "__main__":  # one of torchrun's ranks
