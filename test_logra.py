@@ -3196,9 +3196,12 @@ def test_the_engine_of_every_rank_has_the_trainers_weights(two_ranks, dtype):
 def test_ranks_sample_different_answers_to_an_equal_prompt(two_ranks):
     """No seed is used by both ranks in a step, and equal prompts get other answers (30)."""
     compared, alike = 0, 0
-    for a, b in zip(*(result["float32"]["calls"] for result in two_ranks.results), strict=True):
-        if len(a[0]) != 8 or len(b[0]) != 4:  # not 2 and 1 prompts of 4 answers: an evaluation
-            continue
+    calls = [  # of training: 2 prompts of 4 answers on rank 0, 1 prompt on rank 1
+        [call for call in result["float32"]["calls"] if len(call[0]) == n]
+        for result, n in zip(two_ranks.results, (8, 4), strict=True)
+    ]
+    assert len(calls[0]) == STEPS
+    for a, b in zip(*calls, strict=True):
         assert len({*a[1], *b[1]}) == 12
         for prompt, _, answer in zip(*b, strict=True):
             for other_prompt, _, other in zip(*a, strict=True):
