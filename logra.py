@@ -984,6 +984,7 @@ class KLControl:
     def __init__(self, budget=2e-4, final_budget=2e-5, updates=300, alpha_max=3.0, enabled=True):
         self.ends, self.updates, self.alpha_max = (budget, final_budget), updates, alpha_max
         self.enabled, self.mismatch = enabled, 0.0
+        self.baseline = None  # of running_mean_advantages; it is saved with the mismatch
 
     def budget(self, update: int) -> float:
         """The KL per token that update number `update` (from 0) may spend."""
@@ -1030,6 +1031,21 @@ def group_advantages(rewards: torch.Tensor, divide_by_std: bool = True) -> torch
     std = rewards.std(1, correction=0, keepdim=True)
     alive = std > 1e-9 * rewards.abs().amax(1, keepdim=True)
     return torch.where(alive, centred / std if divide_by_std else centred, 0.0)
+
+
+def running_mean_advantages(rewards: torch.Tensor, baseline: float | None, weight=0.1):
+    """Advantages [P, G] = reward - baseline, where G may be 1, and the next baseline (the paper's).
+
+    baseline: a running mean of the steps before this one, over all ranks, so that it knows nothing
+    of the answers it judges (a choice of ours).  None: the first step is judged by its own mean.
+    """
+    rewards = rewards.double()
+    total = rank_sum(torch.stack([rewards.sum(), rewards.new_tensor(rewards.numel())]))
+    mean = (total[0] / total[1]).item()
+    baseline = mean if baseline is None else baseline
+    centred = rewards - baseline
+    signal = centred.abs() > 1e-9 * max(abs(baseline), rewards.abs().max())  # above rounding
+    return torch.where(signal, centred, 0.0), baseline + weight * (mean - baseline)
 
 
 def token_logprobs(hidden, head, ids, temperature, chunk=512):
@@ -1506,12 +1522,17 @@ def grpo(model, generator, optimizer, control, draw, reward, config, first_step=
         rewards = torch.tensor([s.reward for s in samples], dtype=torch.float64)
         rewards = rewards.view(-1, config.group_size)  # [P, G]
         advantages = group_advantages(rewards, config.divide_by_std)
+        if config.advantage == "running_mean":
+            there = rewards.to(model.device)
+            advantages, control.baseline = running_mean_advantages(there, control.baseline)
+        covered = [s for s in samples if s.finished or not config.mask_truncated]  # by the loss
         for sample, advantage in zip(samples, advantages.flatten().tolist(), strict=True):
-            sample.advantage = advantage
+            sample.advantage = advantage * (sample.finished or not config.mask_truncated)
         alive = [s for s in samples if s.advantage]  # the others would add exactly 0
         sums = {
             "samples": len(samples),
             "tokens": sum(len(s.completion) for s in samples),
+            "covered": sum(len(s.completion) for s in covered),
             "alive": len(alive),
             "dead_groups": (advantages == 0).all(1).sum().item(),
             "reward": rewards.sum().item(),
@@ -1520,7 +1541,9 @@ def grpo(model, generator, optimizer, control, draw, reward, config, first_step=
         }
         values = rank_sum(torch.tensor([*sums.values()], dtype=torch.float64, device=model.device))
         sums = dict(zip(sums, values.tolist(), strict=True))
-        tokens = sums["tokens"]  # the one denominator
+        tokens, denominator = sums["tokens"], sums["covered"]  # the one denominator
+        if config.denominator == "constant":  # Dr. GRPO (2503.20783)
+            denominator = sums["samples"] * config.max_new_tokens
         probe = [
             dataclasses.replace(s, completion=s.completion[:4096])  # the paper's bound
             for s in samples[:: config.group_size][: config.probe_responses]
@@ -1544,7 +1567,7 @@ def grpo(model, generator, optimizer, control, draw, reward, config, first_step=
 
             if sums["alive"]:
                 # 4  a direction U of size update_ratio
-                optimizer.propose(tokens)
+                optimizer.propose(denominator)
                 clock.lap("update")
                 # 5  how far the KL budget lets it go
                 check = config.kl_check_every and update % config.kl_check_every == 0

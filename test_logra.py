@@ -1448,6 +1448,7 @@ def settings(**changes):
     fields = {"seed": 0, "temperature": 1.0, "updates_per_batch": 1, "divide_by_std": True}
     fields |= {"clip_low": 0.2, "clip_high": 0.28, "probe_responses": 2, "kl_check_every": 1}
     fields |= {"kl_predictor": "quadratic", "sync": "factors", "dtype": "float32"}
+    fields |= {"advantage": "group", "denominator": "tokens", "mask_truncated": False}
     assert changes.keys() <= {*fields, "steps", "group_size", "max_new_tokens", "micro_batch"}
     return types.SimpleNamespace(**fields | changes)
 
@@ -2197,9 +2198,9 @@ def test_two_runs_do_not_share_a_directory(lab, capsys):
 
 def test_a_reward_that_exits_is_a_reward_that_fails():
     """sys.exit() in a reward, even with 0, does not end the run as if it had succeeded."""
-    sample = types.SimpleNamespace(completion=[], row=train.Example([1], {}, "rows.jsonl:7"))
+    sample = logra.Sample([1], [], [], True, row=train.Example([1], {}, "rows.jsonl:7"))
     with pytest.raises(train.UserError, match="rows.jsonl:7"):
-        train.score(lambda completion, row: sys.exit(0), tokenizer_with_bos(), sample)
+        train.score(lambda completion, row: sys.exit(0), tokenizer_with_bos(), 9, sample)
 
 
 def test_help_has_every_flag_and_its_default(capsys):
