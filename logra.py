@@ -325,14 +325,28 @@ def find_targets(model, targets=()) -> dict:
     """{path: nn.Linear} of the layers to train: every linear layer inside the decoder layers.
 
     `targets` narrows them by the last part of the name, such as ("q_proj", "v_proj").  Raises
-    ValueError if a name matches nothing or nothing is left.
+    ValueError if a name matches nothing or nothing is left, if the model has adapters or
+    tensor-parallel weights, or, without targets, if a tenth of its weights would stay behind.
     """
-    inside = {id(module) for module in decoder_layers(model).modules()}
+    if hasattr(model, "peft_config"):
+        raise ValueError(f"{type(model).__name__} has adapters attached; merge them first")
+    if getattr(model, "tp_size", None):
+        raise ValueError(f"the weights of {type(model).__name__} are split by tensor parallelism")
+    stack = decoder_layers(model)
+    inside = {id(module) for module in stack.modules()}
     found = {
         layer_path(name): module
         for name, module in model.named_modules()
         if isinstance(module, torch.nn.Linear) and id(module) in inside
     }
+    # Matrices that are no nn.Linear: the experts of a mixture, the Conv1D of GPT-2
+    matrices = {name: p for name, p in stack.named_parameters() if p.ndim > 1}
+    linear = {id(module.weight) for module in found.values()}
+    others = {name: p.numel() for name, p in matrices.items() if id(p) not in linear}
+    share = sum(others.values()) / max(sum(p.numel() for p in matrices.values()), 1)
+    if share > 0.1 and not targets:
+        those = f"{share:.0%} of the weights, such as {max(others, key=others.get)},"
+        raise ValueError(f"{those} are in no nn.Linear and would stay frozen; name what to train")
     names = sorted({path.rpartition(".")[2] for path in found})
     if missing := sorted(set(targets) - set(names)):
         raise ValueError(f"no linear layer is called {', '.join(missing)}; there are {names}")
@@ -759,7 +773,9 @@ def response_hidden(model, samples, device):
     generated = torch.zeros_like(ids, dtype=torch.bool)
     for i, s in enumerate(samples):
         generated[i, len(s.prompt) : len(s.prompt) + len(s.completion)] = True
-    hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state  # [B, L, H]
+    # Not model.base_model(...): an engine that serves by transformers' own class rewrites its call
+    output = torch.nn.Module.__call__(model.base_model, input_ids=ids, use_cache=False)
+    hidden = output.last_hidden_state  # [B, L, H]
     return hidden[:, :-1][generated[:, 1:]], ids[generated]  # position t - 1 predicts token t
 
 
@@ -769,7 +785,7 @@ def policy_head(model):
     The head is frozen; of a sharded one the weight is gathered here, once, and kept as long as the
     function is.  All ranks must call.
     """
-    head, config = model.get_output_embeddings(), model.config
+    head, config = model.get_output_embeddings(), model.config.get_text_config()
     W, bias = whole(head.weight), None if head.bias is None else whole(head.bias)
     scale = getattr(config, "logit_scale", None) or 1.0  # Cohere
     scale /= getattr(config, "logits_scaling", None) or 1.0  # Granite
@@ -809,14 +825,18 @@ def probe_mode(model, sketches=None):
 
     ALL_ATTENTION_FUNCTIONS.register("logra_probe", blockwise_attention)
     ALL_MASK_ATTENTION_FUNCTIONS.register("logra_probe", eager_mask)
-    before = model.config._attn_implementation
+    before, experts = model.config._attn_implementation, model.config._experts_implementation
     model.set_attn_implementation("logra_probe")
+    if experts:  # of a mixture: their grouped product has no forward mode either
+        model.set_experts_implementation("eager")
     try:
         if sketches:
             sketches.probing = True
         yield
     finally:
         model.set_attn_implementation(before)
+        if experts:
+            model.set_experts_implementation(experts)
         if sketches:
             sketches.probing = False
 
