@@ -106,9 +106,12 @@ def projection_seed(seed: int, update: int, key, refresh: int = 1) -> int:
 def make_projection(rank, d_in, seed, kind="rademacher", device="cpu", dtype=torch.float32):
     """A [rank, d_in] with E[A^T A] = I: signs +-1/sqrt(rank), or N(0, 1/rank).
 
-    Signs cost one bit each: 64 of them are drawn as one word.  Raises ValueError on another kind.
+    Signs cost one bit each: 64 of them are drawn as one word.  "identity" makes S the dense
+    gradient, if rank >= d_in: the control for what sketching costs.  Raises ValueError on another.
     """
     n = rank * d_in
+    if kind == "identity":
+        return torch.eye(rank, d_in, device=device, dtype=dtype)  # the columns beyond d_in are 0
     if kind == "rademacher":
         octets = random_words(seed, (n + 63) // 64, device).view(torch.uint8)  # [n / 8]
         bits = (octets[:, None] >> torch.arange(8, dtype=torch.uint8, device=device)) & 1
@@ -116,7 +119,7 @@ def make_projection(rank, d_in, seed, kind="rademacher", device="cpu", dtype=tor
     elif kind == "gaussian":  # drawn on the CPU in float64: erfinv is not the same everywhere
         A = (torch.erfinv(2 * random_uniform(seed, n) - 1) * math.sqrt(2)).to(device, dtype)
     else:
-        raise ValueError(f"projection must be rademacher or gaussian, not {kind!r}")
+        raise ValueError(f"projection must be rademacher, gaussian or identity, not {kind!r}")
     return A.mul_(rank**-0.5).view(rank, d_in)
 
 
@@ -129,6 +132,11 @@ def subtract_factor(W: torch.Tensor, factor: torch.Tensor, A: torch.Tensor, rank
     """
     for rows, part in zip(W.chunk(ranks), factor.chunk(ranks), strict=True):
         rows.addmm_(part.to(W.dtype), A.to(W.dtype), alpha=-1)
+
+
+def taken_back(factor: torch.Tensor, back: float) -> torch.Tensor:
+    """bfloat16(-back F): subtracted after F, it takes the share `back` of the step back."""
+    return (factor.float() * -back).to(torch.bfloat16)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -468,13 +476,13 @@ class Sketches:
         }
         self.last_X = lambda: None  # its product was with the A that is gone
 
-    def widths(self):
-        """Pairs of A and the owned rows that belong to it, one for each width."""
+    def widths(self, flat):
+        """Pairs of d_in and the rows of `flat`, which is like the buffer, that go with its A."""
         start = 0
-        for d_in, A in self.A.items():
+        for d_in in self.A:
             layers = zip(self.layers.values(), self.sizes, strict=True)
             n = sum(size for module, size in layers if module.in_features == d_in)
-            yield A, self.buffer[start : start + n]
+            yield d_in, flat[start : start + n]
             start += n
 
     def detach(self) -> None:
@@ -522,7 +530,7 @@ def checkpoint_layers(model) -> None:
 
 
 # ------------------------------------------------------------------------------------------------
-# 4  RowAdam: from the sketch S to the proposal U
+# 4  RowAdam and other rules: from the sketch S to the proposal U
 # ------------------------------------------------------------------------------------------------
 
 # No first moment: the next A spans another subspace, and a moment kept in the coordinates of an
@@ -562,6 +570,46 @@ def row_adam(S, v, sizes, beta2=0.95, eps=1e-8, keep_layer_norm=True):
     return S.mul_(s[:, None])
 
 
+def newton_schulz(S, sizes, scales, steps=5, batch=32):
+    """Each layer's S [d_out, r] becomes, in place, `scales` times about its polar factor.
+
+    That is S with its singular values made one: five steps bring those above 2e-3 of ||S||_F to
+    between .68 and 1.21 (Muon, Jordan et al. 2024, takes it of the dense gradient).
+
+        X = S / ||S||_F,   five times:  Q = X^T X,   X <- X (3.4445 - 4.775 Q + 2.0315 Q^2)
+
+    All factors are polynomials of one Q, so only r x r matrices are iterated: P is the product of
+    the brackets M, and Q <- Q M^2.  S is read for the first Q, summed over ranks, and for S P.
+    sizes: the owned rows of each layer.  In S's own precision: a Q that is rounded to bfloat16 has
+    eigenvalues below zero, and each step would multiply them by twelve and more.
+    `batch` layers at a time.  A sketch of zeros gives zeros.
+    """
+    layers = S.split(sizes)
+    for i in range(0, len(layers), batch):
+        Q = rank_sum(torch.stack([X.T @ X for X in layers[i : i + batch]]))  # [layers, r, r]
+        norm = Q.diagonal(dim1=1, dim2=2).sum(1).sqrt().clamp_min(torch.finfo(S.dtype).tiny ** 0.5)
+        identity = torch.eye(S.shape[1], dtype=S.dtype, device=S.device)
+        Q = Q / norm.square()[:, None, None]
+        P = identity * (norm.new_tensor(scales[i : i + batch]) / norm)[:, None, None]
+        for step in range(steps):
+            M = 3.4445 * identity - 4.775 * Q + 2.0315 * Q @ Q
+            P, Q = P @ M, Q @ M @ M if step < steps - 1 else None
+        for X, P_l in zip(layers[i : i + batch], P, strict=True):
+            X.copy_(X @ P_l)
+    return S
+
+
+def sketch_adam(S, m, v, beta1=0.9, beta2=0.95):
+    """Adam on the entries of S, in a basis that is kept; S becomes D, m and v [as S] are updated.
+
+    D = m / sqrt(v).  Adam's bias corrections are one factor for all entries; the global size, in
+    which they would cancel, is the caller's.
+    """
+    m.lerp_(S, 1 - beta1)
+    v.mul_(beta2).addcmul_(S, S, value=1 - beta2)
+    return S.copy_(m).div_(v.sqrt().clamp_min_(torch.finfo(S.dtype).tiny))
+
+
 def projected_norm_squared(D, A) -> torch.Tensor:
     """||D A||_F^2 = <D^T D, A A^T>: two r x r matrices in place of a d_out x d_in one."""
     return ((D.T @ D).double() * (A @ A.T).double()).sum().clamp_min(0)
@@ -574,21 +622,38 @@ def norm_over_ranks(matrices) -> float:
 
 
 class LoGRA(torch.optim.Optimizer):
-    """RowAdam on sketches, whose step length is left to the caller (arXiv 2610.06647).
+    """A rule on sketches, whose step length is left to the caller (arXiv 2610.06647).
 
+    rule: from S to the direction D.  row_adam, the paper's; sketch_muon, newton_schulz with scales
+    sqrt(max(1, d_out / d_in)), no state; sketch_adam, which needs an A kept for many updates;
+    sketch_sgd, D = S.  The size of the step is the same for all.
     update_ratio: ||U A|| / ||W|| over all layers, before alpha (dimensionless; the paper: 6e-5).
     beta2, eps: decay of v per update, and the floor relative to a layer's mean root (0.95, 1e-8).
-    keep_layer_norm: whether each layer keeps the norm of its own sketch.
+    keep_layer_norm: whether each layer keeps the norm of its own sketch (row_adam).
 
     backward() any number of times, then propose(tokens), then step(alpha).
     """
 
-    def __init__(self, sketches, update_ratio=6e-5, beta2=0.95, eps=1e-8, keep_layer_norm=True):
+    def __init__(
+        self,
+        sketches,
+        update_ratio=6e-5,
+        beta2=0.95,
+        eps=1e-8,
+        keep_layer_norm=True,
+        rule="row_adam",
+    ):
+        if rule not in ("row_adam", "sketch_muon", "sketch_adam", "sketch_sgd"):
+            raise ValueError(f"there is no rule {rule!r}")
         options = {"beta2": beta2, "eps": eps, "keep_layer_norm": keep_layer_norm}
         weights = [module.weight for module in sketches.layers.values()]
         super().__init__(weights, {"update_ratio": update_ratio, **options})
-        self.sketches = sketches
-        self.v = sketches.buffer.new_zeros(len(sketches.buffer))  # [owned rows]
+        self.sketches, self.rule, buffer = sketches, rule, sketches.buffer
+        self.moments = {}  # of the owned rows
+        if rule == "row_adam":
+            self.moments = {"v": buffer.new_zeros(len(buffer))}
+        if rule == "sketch_adam":
+            self.moments = {"m": torch.zeros_like(buffer), "v": torch.zeros_like(buffer)}
         self.update, self.sketch_norm = 0, 0.0
         check_same(sketches.A.values(), "projections")
 
@@ -606,12 +671,18 @@ class LoGRA(torch.optim.Optimizer):
         self.sketch_norm = norm_over_ranks([S])
         if not math.isfinite(self.sketch_norm):
             raise FloatingPointError(f"the sketch of update {self.update} is not finite")
-        update_ratio = options.pop("update_ratio")
+        update_ratio, layers = options.pop("update_ratio"), sketches.layers.values()
         del options["params"]
-        row_adam(S, self.v, sketches.sizes, **options)
-        D_norm = sum(projected_norm_squared(D, A) for A, D in sketches.widths())
+        if self.rule == "row_adam":
+            row_adam(S, self.moments["v"], sketches.sizes, **options)
+        if self.rule == "sketch_muon":
+            scales = [max(1, m.out_features / m.in_features) ** 0.5 for m in layers]
+            newton_schulz(S, sketches.sizes, scales)
+        if self.rule == "sketch_adam":
+            sketch_adam(S, **self.moments, beta2=options["beta2"])
+        D_norm = sum(projected_norm_squared(D, sketches.A[d]) for d, D in sketches.widths(S))
         D_norm = rank_sum(D_norm).sqrt().item()
-        W_norm = norm_over_ranks([local(module.weight) for module in sketches.layers.values()])
+        W_norm = norm_over_ranks([local(module.weight) for module in layers])
         sketches.buffer.mul_(update_ratio * W_norm / D_norm if D_norm else 0.0)
         sketches.proposed = True
 
@@ -633,8 +704,24 @@ class LoGRA(torch.optim.Optimizer):
             factors[path] = gather_rows(part, module.out_features)
         self.update += 1
         sketches.buffer.zero_()
+        old = sketches.A
         sketches.redraw(self.update)
+        if "m" in self.moments:  # G A^T in the new basis, by the estimate that G = m A
+            for d_in, m in sketches.widths(self.moments["m"]):
+                if not torch.equal(old[d_in], A := sketches.A[d_in]):
+                    m.copy_(m @ (old[d_in] @ A.T))
         return factors
+
+    @torch.no_grad()
+    def take_back(self, factors: dict, back: float) -> None:
+        """W <- W + bfloat16(back F) A, for the factors that step() has just returned."""
+        sketches, projections = self.sketches, {}
+        for path, module in sketches.layers.items():
+            if (d_in := module.in_features) not in projections:
+                draw = (d_in, self.update - 1, sketches.buffer)  # step() has drawn the next
+                projections[d_in] = draw_projection(*draw, **sketches.settings)
+            part = taken_back(factors[path], back)[owned(module.out_features)]
+            subtract_factor(local(module.weight), part, projections[d_in])
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget what backward has added since the last step."""
@@ -644,23 +731,25 @@ class LoGRA(torch.optim.Optimizer):
     def state_dict(self) -> dict:
         """Tensors and plain numbers: loads with torch.load(..., weights_only=True).
 
-        All ranks must call; v is whole, so that it fits another number of ranks.
+        All ranks must call; moments are whole, so that they fit another number of ranks.
         """
-        sketches = self.sketches
-        parts = zip(self.v.split(sketches.sizes), sketches.layers.values(), strict=True)
-        v = torch.cat([gather_rows(part, module.out_features) for part, module in parts])
-        settings = {**sketches.settings, "layers": list(sketches.layers)}
-        return {"update": self.update, "v": v, "settings": settings}
+        sketches, moments = self.sketches, {}
+        for name, rows in self.moments.items():
+            parts = zip(rows.split(sketches.sizes), sketches.layers.values(), strict=True)
+            moments[name] = torch.cat([gather_rows(part, m.out_features) for part, m in parts])
+        settings = {"rule": self.rule, **sketches.settings, "layers": list(sketches.layers)}
+        return {"update": self.update, **moments, "settings": settings}
 
     def load_state_dict(self, state: dict) -> None:
-        """Raises ValueError if the state was made with another rank, seed, kind or layers."""
+        """Raises ValueError if the state is of another rule, rank, seed, kind or set of layers."""
         for key, value in self.state_dict()["settings"].items():
             if (was := state["settings"].get(key)) != value:
                 was, value = str(was)[:60], str(value)[:60]  # the layers are many
                 raise ValueError(f"the checkpoint has {key} {was}, this run has {key} {value}")
         self.update = state["update"]
-        parts = state["v"].split([m.out_features for m in self.sketches.layers.values()])
-        self.v.copy_(torch.cat([part[owned(len(part))] for part in parts]))
+        for name, rows in self.moments.items():
+            parts = state[name].split([m.out_features for m in self.sketches.layers.values()])
+            rows.copy_(torch.cat([part[owned(len(part))] for part in parts]))
         self.zero_grad()
         self.sketches.redraw(self.update)
         check_same(self.sketches.A.values(), "projections")
@@ -1030,6 +1119,17 @@ class KLControl:
             return 1.0  # nothing moves, so any step will do
         return min(self.alpha_max, interpolate(self.budget(update), kls, steps, 1 / 2))
 
+    def excess(self, realised: float, update: int) -> float:
+        """The share of a step to take back, at most .9, so that its realised KL is the budget.
+
+        0 within the budget.  Raises FloatingPointError if the realised KL is not finite.
+        """
+        if not realised < math.inf:
+            raise FloatingPointError(f"the realised KL of update {update} is {realised}")
+        if not self.enabled or realised <= self.budget(update):
+            return 0.0
+        return 1 - max(0.1, math.sqrt(self.budget(update) / realised))
+
     def grid(self) -> list:
         """Sixteen steps for the linearised predictor, down to a thousandth of alpha_max."""
         return [self.alpha_max * 1024 ** (i / 15 - 1) for i in range(16)]
@@ -1143,9 +1243,10 @@ class SketchSync:
             self.logra_masters[path] = view if same else W.detach().to("cpu", copy=True)
             view.copy_(W)
 
-    def sync_factors(self, factors: dict, update: int) -> None:
+    def sync_factors(self, factors: dict, update: int, back: float = 0.0) -> None:
         """W <- W - F A for {path: F}, A redrawn from the number of the update, then round.
 
+        back: the share of the step that the trainer took back, in the same two products.
         Raises StopRun, before anything is written, unless every target layer would be.
         """
         rank, masters = self.logra_settings["rank"], self.logra_masters
@@ -1159,7 +1260,8 @@ class SketchSync:
             W = master.to(factor.device)  # the product is made where the trainer made it
             if d_in not in projections:
                 projections[d_in] = draw_projection(d_in, update, W, **self.logra_settings)
-            subtract_factor(W, factor, projections[d_in], self.logra_ranks)
+            for part in (factor, taken_back(factor, back)) if back else (factor,):
+                subtract_factor(W, part, projections[d_in], self.logra_ranks)
             for copy in (master, view):
                 if copy.data_ptr() != W.data_ptr():
                     copy.copy_(W)
@@ -1190,7 +1292,7 @@ class VLLMGenerator:
     """The policy in a vLLM engine in this process.  Token ids in, token ids out, never text.
 
     generate(prompts, seeds, ...) -> Samples, one for each prompt and seed
-    update(factors, update)          W -= F A in the engine
+    update(factors, update, back)    W -= F A in the engine, but for a share that is taken back
     load(weights)                    the weights whole, pairs (path, W)
     """
 
@@ -1261,10 +1363,10 @@ class VLLMGenerator:
             self.llm.wake_up()
         self.asleep = False
 
-    def update(self, factors: dict, update: int) -> None:
+    def update(self, factors: dict, update: int, back: float = 0.0) -> None:
         """Apply one update by its factors."""
         self.wake()
-        self.llm.collective_rpc("sync_factors", args=(factors, update))
+        self.llm.collective_rpc("sync_factors", args=(factors, update, back))
         self.llm.reset_prefix_cache()  # keys and values of the old weights
 
     def load(self, weights, ranks=None) -> None:
@@ -1328,9 +1430,9 @@ class RemoteGenerator:
         answers = answers[start : start + len(prompts)]
         return [Sample(ids, *answer) for ids, answer in zip(prompts, answers, strict=True)]
 
-    def update(self, factors: dict, update: int) -> None:
-        """Send the factors and the number of the update."""
-        self.ask("update", {path: tuple(f.shape) for path, f in factors.items()}, update)
+    def update(self, factors: dict, update: int, back: float = 0.0) -> None:
+        """Send the factors, the number of the update and the share that is taken back."""
+        self.ask("update", {path: tuple(f.shape) for path, f in factors.items()}, update, back)
         self.send(factors.items())
 
     def load(self, weights) -> None:
@@ -1373,8 +1475,8 @@ def serve(wire, start) -> None:
             samples = generator.generate(prompts[share], seeds[share], *args[:2])
             exchange(wire, [(s.completion, s.logprobs, s.finished) for s in samples])
         elif verb == "update":
-            shapes, update = args
-            generator.update(dict(receive(shapes, torch.bfloat16)), update)
+            shapes, *numbers = args
+            generator.update(dict(receive(shapes, torch.bfloat16)), *numbers)
         elif verb == "load":
             shapes, ranks = args
             generator.load(receive(shapes, torch.float32), ranks)
@@ -1578,6 +1680,7 @@ def grpo(model, generator, optimizer, control, draw, reward, config, first_step=
 
         for repeat in range(config.updates_per_batch if sums["alive"] else 1):
             update, alpha, predicted, realised, sent = optimizer.update, 0.0, None, None, 0
+            back = 0.0
             # 3  adds dY^T (X A^T) to S
             if sums["alive"]:
                 difference = backward(model, alive or samples[:1], config, first=repeat == 0)
@@ -1591,13 +1694,13 @@ def grpo(model, generator, optimizer, control, draw, reward, config, first_step=
                 clock.lap("update")
                 # 5  how far the KL budget lets it go
                 check = config.kl_check_every and update % config.kl_check_every == 0
+                check = check or config.verify_step
                 curve, alpha = None, 1.0
                 if sketches or check:
                     with compute():
                         curve, before = predict_kl(model, sketches, probe, steps=grid, **kl)
                 if sketches:
                     alpha = control.scale(curve, update)
-                    predicted = kl_at(curve, alpha)
                 clock.lap("probe")
                 # 6  W -= F A, F = alpha U rounded; a new A
                 factors = optimizer.step(alpha)
@@ -1605,10 +1708,16 @@ def grpo(model, generator, optimizer, control, draw, reward, config, first_step=
                 if check:
                     with compute():
                         realised = realised_kl(model, probe, before, **kl)
+                if config.verify_step and (back := control.excess(realised, update)):
+                    optimizer.take_back(factors, back)
+                    alpha *= 1 - back
+                    with compute():
+                        realised = realised_kl(model, probe, before, **kl)
+                predicted = kl_at(curve, alpha) if sketches else None
                 clock.lap("probe")
                 # 7  send the factor and a number, not W
                 if config.sync == "factors":
-                    generator.update(factors, update)
+                    generator.update(factors, update, back)
                 else:
                     generator.load(weights.items())
                 sent = factors if config.sync == "factors" else weights

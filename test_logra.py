@@ -174,10 +174,10 @@ def rel(a, b):
     return ((a.double() - b.double()).norm() / b.double().norm()).item()
 
 
-def sketched(model, rank=8, samples=None, update_ratio=1e-3, **kw):
+def sketched(model, rank=8, samples=None, update_ratio=1e-3, rule="row_adam", **kw):
     """Sketches and optimizer; with samples, U of their weighted log-prob stands in the buffer."""
     sketches = logra.attach_sketches(model, rank, **kw)
-    optimizer = logra.LoGRA(sketches, update_ratio)
+    optimizer = logra.LoGRA(sketches, update_ratio, rule=rule)
     if samples:
         (-weighted_logp(model, samples)).backward()
         optimizer.propose(sum(len(s.completion) for s in samples))
@@ -315,7 +315,7 @@ def test_refresh_keeps_a_projection_for_so_many_updates(refresh):
 
 
 def test_unknown_projection_raises():
-    """Neither rademacher nor gaussian: ValueError, which names it."""
+    """Neither rademacher, gaussian nor identity: ValueError, which names it."""
     with pytest.raises(ValueError, match="'sparse'"):
         logra.make_projection(2, 3, 0, "sparse")
 
@@ -538,6 +538,9 @@ def test_summary_counts_what_is_trained_and_frozen(capsys):
 # ------------------------------------------------------------------------------------------------
 
 
+RULES = ("row_adam", "sketch_muon", "sketch_adam", "sketch_sgd")
+
+
 def row_adam64(S, v, t, beta2=0.95, eps=1e-8, keep=True):
     """RowAdam of one layer as method.md states it, in float64: D and the new v."""
     v = beta2 * v + (1 - beta2) * (S**2).mean(1)
@@ -599,10 +602,11 @@ def test_rows_and_layers_without_gradient_do_not_move(keep):
     assert ratio[0].item() == pytest.approx(1 if keep else (5 / 4) ** 0.5, rel=1e-5)
 
 
-def test_zero_sketch_proposes_nothing():
+@pytest.mark.parametrize("rule", RULES)
+def test_zero_sketch_proposes_nothing(rule):
     """S = 0: U = 0, F = 0, W stays, and nothing is NaN."""
     model = tiny_llama()
-    sketches, optimizer = sketched(model)
+    sketches, optimizer = sketched(model, rule=rule)
     before = copy.deepcopy(model.state_dict())
     optimizer.propose(7)
     assert (sketches.buffer == 0).all()
@@ -621,7 +625,7 @@ def test_nan_in_the_sketch_moves_no_weight(bad):
     with pytest.raises(FloatingPointError, match="update 0"):
         optimizer.propose(4)
     assert all(torch.equal(before[k], W) for k, W in model.state_dict().items())
-    assert (optimizer.v == 0).all() and optimizer.update == 0
+    assert (optimizer.moments["v"] == 0).all() and optimizer.update == 0
     optimizer.zero_grad()
     weighted_logp(model, samples).backward()
     optimizer.propose(4)
@@ -713,10 +717,11 @@ def test_factor_is_subtracted_in_the_precision_of_the_weights(dtype, tolerance):
     assert (W.double() - expected).abs().max() < tolerance < (wrong - expected).abs().max() / 100
 
 
-def test_no_state_of_width_r_lives_between_updates():
-    """Between updates there is v [sum d_out] and a number; S, U and their moments are gone."""
+@pytest.mark.parametrize("rule", ["row_adam", "sketch_muon", "sketch_sgd"])
+def test_no_state_of_width_r_lives_between_updates(rule):
+    """Between updates there is v [sum d_out], or nothing, and a number; S and U are gone."""
     model = tiny_llama()
-    sketches, optimizer = sketched(model, 13, answers([4]))
+    sketches, optimizer = sketched(model, 13, answers([4]), rule=rule)
     optimizer.step(1.0)
 
     def tensors(x):
@@ -727,15 +732,17 @@ def test_no_state_of_width_r_lives_between_updates():
                 yield from tensors(value)
 
     rows = 2 * (64 + 32 + 32 + 64 + 96 + 96 + 64)
-    assert [tuple(t.shape) for t in tensors(optimizer.state_dict())] == [(rows,)]
-    assert [tuple(t.shape) for t in tensors(vars(optimizer))] == [(rows,)]
+    state = [(rows,)] if rule == "row_adam" else []
+    assert [tuple(t.shape) for t in tensors(optimizer.state_dict())] == state
+    assert [tuple(t.shape) for t in tensors(vars(optimizer))] == state
     assert not optimizer.state and (sketches.buffer == 0).all()
 
 
-def test_state_dict_roundtrip_is_bitwise():
+@pytest.mark.parametrize("rule", RULES)
+def test_state_dict_roundtrip_is_bitwise(rule):
     """Saved, loaded with weights_only=True: the next update is the same to the bit, A included."""
     samples, model = answers([4, 6]), tiny_qwen2()
-    sketches, optimizer = sketched(model, samples=samples)
+    sketches, optimizer = sketched(model, samples=samples, rule=rule)
     optimizer.step(1.0)
     file = io.BytesIO()
     torch.save([optimizer.state_dict(), model.state_dict()], file)
@@ -743,7 +750,7 @@ def test_state_dict_roundtrip_is_bitwise():
     state, weights = torch.load(file, weights_only=True)
     twin = tiny_qwen2(seed=1)
     twin.load_state_dict(weights)
-    twin_sketches, twin_optimizer = sketched(twin)
+    twin_sketches, twin_optimizer = sketched(twin, rule=rule)
     assert not torch.equal(twin_sketches.A[64], sketches.A[64])
     twin_optimizer.load_state_dict(state)
     assert twin_optimizer.update == 1
@@ -752,22 +759,172 @@ def test_state_dict_roundtrip_is_bitwise():
         o.propose(10)
         o.step(1.0)
     assert all(torch.equal(twin_sketches.A[d], A) for d, A in sketches.A.items())
-    assert torch.equal(twin_optimizer.v, optimizer.v)
+    assert_same_tensors(twin_optimizer.moments, optimizer.moments)
     assert all(torch.equal(W, model.state_dict()[k]) for k, W in twin.state_dict().items())
 
 
 @pytest.mark.parametrize(
     "change",
-    [{"rank": 9}, {"seed": 1}, {"kind": "gaussian"}, {"refresh": 2}, {"targets": ["q_proj"]}],
+    [
+        *({"rank": 9}, {"seed": 1}, {"kind": "gaussian"}, {"refresh": 2}, {"targets": ["q_proj"]}),
+        *({"rule": "sketch_muon"}, {"rule": "sketch_adam"}),
+    ],
 )
 def test_state_of_another_run_is_refused(change):
-    """Another rank, seed, kind, refresh or set of layers: ValueError, and nothing is taken over."""
+    """Another rank, seed, kind, refresh, rule or set of layers: ValueError, nothing taken over."""
     _, optimizer = sketched(tiny_llama(), 8, answers([4]))
     optimizer.step(1.0)
     _, other = sketched(tiny_llama(), **{"rank": 8, **change})
     with pytest.raises(ValueError, match="layers" if "targets" in change else next(iter(change))):
         other.load_state_dict(optimizer.state_dict())
-    assert other.update == 0 and (other.v == 0).all()
+    assert other.update == 0 and all((x == 0).all() for x in other.moments.values())
+
+
+def newton_schulz64(S):
+    """Five steps of the quintic on X itself, in float64: no Gram form."""
+    X = S.double() / S.double().norm()
+    for _ in range(5):
+        Q = X.T @ X
+        X = 3.4445 * X + X @ (-4.775 * Q + 2.0315 * Q @ Q)
+    return X
+
+
+def test_newton_schulz_is_about_the_polar_factor():
+    """Layer by layer, tall, wide and of zeros: U V^T of the SVD within .68 to 1.21, and the plain
+    iteration to 1e-4.  A fourth step, or one norm for all layers, would be another matrix."""
+    g = torch.Generator().manual_seed(0)
+    sizes, scales, r = [40, 7, 5, 12], [1.0, 2.5, 1.0, 1.0], 12
+    S = torch.randn(64, r, generator=g) * torch.logspace(0, -1, r)
+    S[40:47] *= 1e-6
+    S[47:52] = 0
+    S[52:] *= 1e6
+    D = logra.newton_schulz(S.clone(), sizes, scales, batch=3)
+    assert (D[47:52] == 0).all()
+    for D_l, S_l, scale in zip(D.split(sizes), S.split(sizes), scales):
+        if not S_l.any():
+            continue
+        U, sigma, Vh = torch.linalg.svd(S_l.double(), full_matrices=False)
+        inside = U.T @ (D_l.double() / scale) @ Vh.T  # diagonal: the singular vectors stay
+        assert (inside - inside.diag().diag()).abs().max() < 1e-4
+        reached = sigma > 2e-3 * sigma.norm()
+        assert reached.sum() > 4
+        assert 0.68 < inside.diag()[reached].min() and inside.diag()[reached].max() < 1.21
+        assert rel(D_l, scale * newton_schulz64(S_l)) < 1e-4
+    four = logra.newton_schulz(S.clone(), sizes, scales, steps=4)
+    assert rel(four, D) > 0.05
+    assert rel(logra.newton_schulz(S.clone(), [64], [1.0]), D) > 0.5
+
+
+def test_sketch_muon_proposes_the_polar_factors_of_all_layers():
+    """D = sqrt(max(1, d_out / d_in)) polar(S), all layers together of size update_ratio."""
+    model, samples = tiny_qwen2(dtype=torch.float64), answers([9, 9])
+    plain = copy.deepcopy(model)
+    sketches, _ = sketched(model, samples=samples, rule="sketch_muon")
+    G = dense_gradients(plain, sketches.layers, samples)
+    D, total, W2 = {}, 0.0, 0.0
+    for path, module in sketches.layers.items():
+        A, W = sketches.A[module.in_features], module.weight.detach()
+        D[path] = -(max(1, len(W) / W.shape[1]) ** 0.5) * newton_schulz64(G[path] @ A.T)
+        total, W2 = total + (D[path] @ A).square().sum(), W2 + W.square().sum()
+    for path in sketches.layers:
+        assert rel(sketches.rows[path], D[path] * 1e-3 * (W2 / total).sqrt()) < 1e-6
+    up, q = (sketches.rows[LAYERS[i]].norm().item() for i in (5, 0))
+    assert up / q == pytest.approx(1.5**0.5, rel=0.2)  # d_out / d_in is 96 / 64
+
+
+@pytest.mark.parametrize("refresh", [1, 2, 0])
+def test_sketch_adam_is_adam_with_its_first_moment_taken_to_the_new_basis(refresh):
+    """Five updates in float64: m, v as published; m <- m A_old A_new^T where A changes, v stays."""
+    torch.manual_seed(0)
+    model, ratio = Stack(9, 7, 5, bias=False).double(), 1e-2
+    sketches, optimizer = sketched(
+        model, 4, update_ratio=ratio, rule="sketch_adam", refresh=refresh
+    )
+    m, v, stale = {}, {}, {}
+    for t in range(1, 6):
+        A = dict(sketches.A)
+        D, W2, total = {}, 0.0, 0.0
+        for path, module in sketches.layers.items():
+            S = torch.randn(module.out_features, 4).double()
+            sketches.rows[path].copy_(S)
+            m[path] = 0.9 * m.get(path, 0) + 0.1 * S
+            stale[path] = 0.9 * stale.get(path, 0) + 0.1 * S
+            v[path] = 0.95 * v.get(path, 0) + 0.05 * S**2
+            D[path] = m[path] / (1 - 0.9**t) / (v[path] / (1 - 0.95**t)).sqrt()
+            W2 = W2 + module.weight.detach().square().sum()
+            total = total + (D[path] @ A[module.in_features]).square().sum()
+        optimizer.propose(1)
+        for path, D_l in D.items():
+            assert rel(sketches.rows[path], ratio * (W2 / total).sqrt() * D_l) < 1e-9
+        optimizer.step()
+        for path, module in sketches.layers.items():
+            new = A[module.in_features], sketches.A[module.in_features]
+            if refresh and t % refresh == 0:
+                m[path] = m[path] @ new[0] @ new[1].T
+            else:
+                assert torch.equal(*new)
+    kept = torch.cat([m[path] for path in sketches.layers])
+    assert rel(optimizer.moments["m"], kept) < 1e-9
+    wrong = rel(optimizer.moments["m"], torch.cat([stale[path] for path in sketches.layers]))
+    assert wrong > 0.5 if refresh else wrong < 1e-9
+
+
+def test_sketch_sgd_proposes_the_sketch_itself():
+    """U = update_ratio ||W|| / ||S A|| S, one factor for all layers."""
+    model, samples = tiny_qwen2(dtype=torch.float64), answers([4, 6])
+    plain = copy.deepcopy(model)
+    sketches, _ = sketched(model, samples=samples, rule="sketch_sgd")
+    G = dense_gradients(plain, sketches.layers, samples)
+    S, total, W2 = {}, 0.0, 0.0
+    for path, module in sketches.layers.items():
+        A, W = sketches.A[module.in_features], module.weight.detach()
+        S[path] = -G[path] @ A.T
+        total, W2 = total + (S[path] @ A).square().sum(), W2 + W.square().sum()
+    for path, S_l in S.items():
+        assert rel(sketches.rows[path], 1e-3 * (W2 / total).sqrt() * S_l) < 1e-9
+
+
+def test_identity_projection_makes_row_adam_dense():
+    """A = I: S is G, beside zeros in narrower layers; two updates are RowAdam on dense float64
+    gradients, and the predicted KL is that of the dense direction."""
+    model, samples = tiny_qwen2(dtype=torch.float64), answers([4, 6])
+    plain = copy.deepcopy(model)
+    sketches, optimizer = sketched(model, 96, kind="identity")
+    v = {path: torch.zeros(len(m.weight)).double() for path, m in sketches.layers.items()}
+    for t in (1, 2):
+        before = copy.deepcopy(plain)
+        G = dense_gradients(plain, sketches.layers, samples)
+        weighted_logp(model, samples).backward()
+        D, D2, W2 = {}, 0.0, 0.0
+        for path, module in sketches.layers.items():
+            S, d_in = sketches.rows[path], module.in_features
+            assert rel(S[:, :d_in], G[path]) < 1e-9 and (S[:, d_in:] == 0).all()
+            D[path], v[path] = row_adam64(G[path] / 10, v[path], t)
+            D2, W2 = D2 + D[path].square().sum(), W2 + module.weight.detach().square().sum()
+        optimizer.propose(10)
+        curve, _ = logra.predict_kl(model, sketches, samples, chunk=5)
+        z, z_after = (logits_along(model, plain, sketches, samples, a) for a in (0.0, 1e-2))
+        assert curve[1][0] == pytest.approx(1e4 * kl64(z, z_after).mean().item(), rel=1e-2)
+        optimizer.step(1.0)
+        for path, module in sketches.layers.items():
+            W, W_0 = (m.get_submodule(path).weight.detach() for m in (plain, before))
+            W.copy_(W_0 - (D[path] * 1e-3 * (W2 / D2).sqrt()).bfloat16().double())
+            assert rel(module.weight.detach() - W_0, W - W_0) < 1e-4
+
+
+def test_what_is_taken_back_is_rounded_and_has_the_old_projection():
+    """W - F A + bfloat16(back F) A, A of the update that was made, not of the next."""
+    model, samples = tiny_qwen2(dtype=torch.float64), answers([4, 6])
+    sketches, optimizer = sketched(model, samples=samples)
+    W, A = {p: m.weight.detach().clone() for p, m in sketches.layers.items()}, dict(sketches.A)
+    factors = optimizer.step(0.7)
+    optimizer.take_back(factors, 0.3)
+    for path, module in sketches.layers.items():
+        back = (0.3 * factors[path].float()).bfloat16()
+        kept = W[path] - (factors[path].double() - back.double()) @ A[module.in_features]
+        assert rel(module.weight.detach() - W[path], kept - W[path]) < 1e-9
+        assert not torch.equal(sketches.A[module.in_features], A[module.in_features])
+    assert optimizer.update == 1
 
 
 def test_dense_control_is_adamw_on_the_mean_gradient():
@@ -1091,6 +1248,21 @@ def test_alpha_is_bounded_and_odd_predictions_are_refused():
             control.scale(([0.1, 1.0], [1e-4, bad]), 5)
     assert logra.kl_at(([1.0], [4e-4]), 0.5) == pytest.approx(1e-4)
     assert logra.kl_at(([1.0], [0.0]), 1.0) == 0 and logra.kl_at(([1.0], [1.0]), 0.0) == 0
+
+
+def test_excess_brings_a_quadratic_kl_to_the_budget():
+    """Keep sqrt(budget / realised), at least .1; nothing within the budget or without control."""
+    control = logra.KLControl(1e-3, 1e-3)
+    for kl in (1.1e-3, 4e-3, 9e-2):
+        assert kl * (1 - control.excess(kl, 0)) ** 2 == pytest.approx(1e-3)
+    assert control.excess(1.0, 0) == pytest.approx(0.9)
+    assert control.excess(1e-3, 0) == control.excess(0.0, 0) == 0
+    control.observe(1.0)  # the mismatch takes half of the budget
+    assert control.excess(1e-3, 0) == pytest.approx(1 - 0.5**0.5)
+    assert logra.KLControl(1e-3, enabled=False).excess(1.0, 0) == 0
+    for bad in (math.nan, math.inf):
+        with pytest.raises(FloatingPointError, match="update 7"):
+            control.excess(bad, 7)
 
 
 @pytest.mark.parametrize("window", [None, 100])
@@ -1450,6 +1622,7 @@ def settings(**changes):
     fields |= {"clip_low": 0.2, "clip_high": 0.28, "probe_responses": 2, "kl_check_every": 1}
     fields |= {"kl_predictor": "quadratic", "sync": "factors", "dtype": "float32"}
     fields |= {"advantage": "group", "denominator": "tokens", "mask_truncated": False}
+    fields |= {"verify_step": False}
     assert changes.keys() <= {*fields, "steps", "group_size", "max_new_tokens", "micro_batch"}
     return types.SimpleNamespace(**fields | changes)
 
@@ -1466,6 +1639,8 @@ def loop(
     ends=(3, 40),
     draw=draw_three,
     first_step=0,
+    rule="row_adam",
+    refresh=1,
     **kw,
 ):
     """Run grpo on a fresh tiny model.  Returns the metrics, model, optimizer and control."""
@@ -1477,7 +1652,7 @@ def loop(
         logra.freeze_all_but(model, layers)
         optimizer = logra.DenseAdamW(layers, lr=1e-3)
     else:
-        optimizer = logra.LoGRA(logra.attach_sketches(model, 8), ratio)
+        optimizer = logra.LoGRA(logra.attach_sketches(model, 8, refresh=refresh), ratio, rule=rule)
     control = control or logra.KLControl(budget, budget / 10, 20)
     if resume:
         file = io.BytesIO()
@@ -1552,7 +1727,7 @@ def test_dead_groups_move_nothing():
     """All rewards equal: no update, W bitwise the same, alpha 0, one line a step and no NaN."""
     metrics, model, optimizer, _ = loop(2, reward=lambda sample: 0.1, updates_per_batch=2)
     assert same_weights(model, tiny_qwen2(peak=3.0)) and optimizer.update == 0
-    assert (optimizer.v == 0).all()
+    assert (optimizer.moments["v"] == 0).all()
     assert len(metrics) == 2 and all(m["last"] for m in metrics)
     for m in metrics:
         assert m["alpha"] == m["update_ratio"] == m["sync_bytes"] == m["update"] == 0
@@ -1604,10 +1779,17 @@ def test_old_logprobs_are_those_of_the_first_update(monkeypatch):
         assert (logp_2 - old_2).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("updates_per_batch", [1, 2])
-def test_resumed_run_is_the_same_run(updates_per_batch):
+@pytest.mark.parametrize(
+    "kw",
+    [
+        *({"updates_per_batch": 1}, {"updates_per_batch": 2}, {"verify_step": True, "budget": 0.1}),
+        *({"rule": "sketch_muon"}, {"rule": "sketch_sgd"}, {"rule": "sketch_adam", "refresh": 3}),
+    ],
+    ids=str,
+)
+def test_resumed_run_is_the_same_run(kw):
     """2 steps + save + load + 2 = 4 steps: samples, metrics and W to the bit."""
-    kw = {"updates_per_batch": updates_per_batch, "kl_predictor": "linearised"}
+    kw = {"kl_predictor": "linearised", **kw}
     whole, model, *_ = loop(4, **kw)
     half = loop(2, **kw)
     rest, resumed, *_ = loop(4, resume=half, first_step=2, **kw)
@@ -1644,6 +1826,38 @@ def test_without_kl_control_the_step_is_one():
         W, W_0 = (x.get_submodule(path).weight.detach().double() for x in (model, start))
         moved, size = moved + (W - W_0).square().sum(), size + W_0.square().sum()
     assert (moved / size).sqrt().item() == pytest.approx(1e-3, rel=1e-2)
+
+
+@pytest.mark.parametrize("rule", ["row_adam", "sketch_muon"])
+def test_verified_steps_stay_within_the_budget(rule, monkeypatch):
+    """Where the prediction lets every second step go 1.5 times too far, that step is cut to the
+    budget and the others are left alone; the metrics tell of the steps that stay."""
+
+    class Optimistic(logra.KLControl):
+        def scale(self, curve, update):
+            return super().scale(curve, update) * (1.5 if update % 2 else 0.7)
+
+    backs, take_back = {}, logra.LoGRA.take_back
+
+    def counted(self, factors, back):
+        backs[self.update - 1] = back
+        take_back(self, factors, back)
+
+    monkeypatch.setattr(logra.LoGRA, "take_back", counted)
+    kw = {"rule": rule, "ends": (), "kl_predictor": "linearised", "ratio": 1e-2}
+    plain, *_ = loop(6, control=Optimistic(2e-3, 2e-3, alpha_max=30.0), **kw)
+    assert not backs and all(m["kl_realised"] > 1.5 * m["budget"] for m in plain[1::2])
+    control = Optimistic(2e-3, 2e-3, alpha_max=30.0)
+    metrics, *_ = loop(6, control=control, verify_step=True, kl_check_every=0, **kw)
+    assert list(backs) == [1, 3, 5]
+    for update, m in enumerate(metrics):
+        budget = m["budget"]
+        if update % 2:
+            assert 0.2 < backs[update] < 0.5 and 0.8 < m["kl_realised"] / budget < 1.1
+        else:
+            assert 0.3 < m["kl_realised"] / budget < 0.7
+        assert m["kl_predicted"] == pytest.approx(m["kl_realised"], rel=0.3)
+        assert m["update_ratio"] == pytest.approx(1e-2 * m["alpha"])
 
 
 def test_dense_control_runs_in_the_same_loop():
@@ -1911,6 +2125,42 @@ def test_engine_weights_after_50_updates(pair, name, dtype):
         assert not torch.equal(engine[path], start[path].to(getattr(torch, dtype)))
         wrong = (in_place[path] != W.to(torch.bfloat16)).float().mean().item()
         assert wrong > 0.05, path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_engine_follows_what_is_taken_back(pair, dtype):
+    """After ten updates, every second one of them cut, to the bit."""
+    _, optimizer, generator = pair("qwen2", dtype, update_ratio=1e-3)
+    start = generator.read()
+    for i in range(10):
+        factors, update = random_update(optimizer)
+        back = 0.1 * i * (i % 2)
+        if back:
+            optimizer.take_back(factors, back)
+        generator.update(factors, update, back)
+    for path, W in weights(optimizer).items():
+        engine = generator.read()[path]
+        assert torch.equal(engine, W.to(getattr(torch, dtype))), path
+        assert not torch.equal(engine, start[path])
+
+
+def test_an_engine_takes_back_in_the_blocks_of_two_ranks():
+    """The worker's arithmetic against two ranks' rows, each multiplied by itself, to the bit."""
+    engine, linear = logra.SketchSync(), torch.nn.Linear(64, 97, bias=False)
+    engine.get_model = lambda: torch.nn.ModuleDict({"x": linear})
+    W = linear.weight.detach().clone()
+    settings = {"rank": 8, "seed": 0, "kind": "rademacher", "refresh": 1}
+    engine.sync_weights([("x", W)], settings, 2)
+    shards = [part.clone() for part in W.chunk(2)]
+    for update in range(3):
+        factor, back = torch.randn(97, 8).bfloat16(), 0.37
+        A = logra.draw_projection(64, update, W, **settings)
+        for sign, F_part in ((-1, factor), (1, (back * factor.float()).bfloat16())):
+            for shard, part in zip(shards, F_part.chunk(2)):
+                shard.addmm_(part.float(), A, alpha=sign)
+        engine.sync_factors({"x": factor}, update, back)
+        assert torch.equal(linear.weight, torch.cat(shards))
 
 
 @pytest.mark.slow
@@ -2499,6 +2749,9 @@ BAD_INPUT = {
     "resume, fewer steps": ("--resume {lab}/done --steps 2", "--steps 2 4"),
     "resume, another directory": ("--resume {lab}/done --out {lab}/new", "--resume --out"),
     "resume, other rank": ("--resume {lab}/done --rank 5", "--rank 16 5"),
+    "resume, other optimizer": ("--resume {lab}/done --optimizer sketch_muon", "--optimizer muon"),
+    "verified without sketch": ("--optimizer lora --verify-step", "--verify-step --optimizer lora"),
+    "no such optimizer": ("--optimizer galore", "--optimizer galore sketch_muon"),
     "resume, other seed": ("--resume {lab}/done --seed 9", "--seed 0 9"),
     "resume, other model": ("--resume {lab}/done --model {lab}/llama", "--model llama"),
     "resume, other targets": ("--resume {lab}/done --targets q_proj", "--targets q_proj"),
@@ -2811,7 +3064,12 @@ def test_updates_per_batch_writes_a_line_an_update(lab, tmp_path):
 
 @pytest.mark.parametrize(
     "argv",
-    ["--optimizer adamw", "--optimizer lora", "--kl-predictor linearised", "--no-kl-control"],
+    [
+        *("--optimizer adamw", "--optimizer lora", "--optimizer sketch_muon --verify-step"),
+        *("--optimizer sketch_adam --refresh 50", "--optimizer sketch_sgd --projection gaussian"),
+        *("--optimizer dense_row_adam", "--kl-predictor linearised", "--no-kl-control"),
+        *("--no-keep-layer-norm", "--refresh 0", "--rank 4", "--verify-step"),
+    ],
 )
 def test_the_ablations_run(lab, tmp_path, argv):
     """Each flag that changes the method makes a run, and moves the weights."""
@@ -2882,16 +3140,24 @@ def test_a_reward_that_fails_stops_the_run_and_names_the_row(lab, tmp_path, caps
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "flags", ["", "--dtype bfloat16", "--sync full", "--optimizer adamw", "--optimizer lora"]
+    "flags",
+    [
+        *("", "--dtype bfloat16", "--sync full", "--optimizer adamw", "--optimizer lora"),
+        "--dtype bfloat16 --optimizer sketch_muon --verify-step --kl-budget 1e-8 --kl-budget-final 1e-8",
+    ],
 )
 def test_the_engine_ends_a_run_with_the_trainers_weights(lab, tmp_path, monkeypatch, flags):
     """A whole run with vLLM: at its end the engine has the weights of the last checkpoint."""
-    started = []
+    started, backs = [], []
 
     class Watched(logra.VLLMGenerator):
         def __init__(self, *args):
             super().__init__(*args)
             started.append(self)
+
+        def update(self, factors, update, back):
+            backs.append(back)
+            return super().update(factors, update, back)
 
     monkeypatch.setattr(logra, "VLLMGenerator", Watched)
     argv = f"{SMALL} --engine vllm --steps 4 --kv-gib 0.05 {flags}"
@@ -2903,10 +3169,11 @@ def test_the_engine_ends_a_run_with_the_trainers_weights(lab, tmp_path, monkeypa
     for path, W in engine.items():
         assert torch.equal(W, last[f"{path}.weight"].to(dtype))
         assert not torch.equal(W, first[f"{path}.weight"].to(dtype))
-    factors = flags in ("", "--dtype bfloat16")
+    factors = not any(flag in flags for flag in ("full", "adamw", "lora"))
     sent = sum(2 * 16 * len(W) if factors else 4 * W.numel() for W in engine.values())
     assert [line["sync_bytes"] for line in journal(tmp_path / "run")] == [sent] * 4
     assert all(line["kl_realised"] > 0 for line in journal(tmp_path / "run"))
+    assert any(backs) == ("verify" in flags)
 
 
 @pytest.mark.slow
@@ -3208,7 +3475,9 @@ def errors(text):
     return [line for line in text.splitlines() if line.startswith("error:")]
 
 
-METHODS = ("sketch", "dense", "lora")
+METHODS = ("sketch", "muon", "adam", "dense", "lora")
+SKETCHED = {"sketch": "row_adam", "muon": "sketch_muon", "adam": "sketch_adam"}
+ROUNDING = {"muon": 10, "adam": 10}  # small singular values, or entries, are enlarged with theirs
 FIRST = (True, False, True)  # of three updates: whether it is the first of its batch
 UNEVEN = functools.partial(tiny_qwen2, intermediate_size=97)  # no number of ranks divides 97
 
@@ -3227,15 +3496,15 @@ def sharded(method, weights=None, state=None, dtype="float32"):
     model = UNEVEN()
     model.load_state_dict(weights or {}, strict=False)
     layers = logra.find_targets(model)
-    if method == "sketch":
-        sketches = logra.attach_sketches(model, 16)
+    if method in SKETCHED:
+        sketches = logra.attach_sketches(model, 16, refresh=2 if method == "adam" else 1)
     else:
         logra.freeze_all_but(model, layers if method == "dense" else {})
     if logra.world() > 1:
         logra.checkpoint_layers(model)
         logra.shard_model(model, getattr(torch, dtype))
-    if method == "sketch":
-        optimizer = logra.LoGRA(sketches, 1e-2)
+    if method in SKETCHED:
+        optimizer = logra.LoGRA(sketches, 1e-2, rule=SKETCHED[method])
     elif method == "dense":
         optimizer = logra.DenseAdamW(layers, 1e-3)
     else:
@@ -3313,10 +3582,10 @@ def on_ranks():
         result[method] = seen
 
         # Not a number, on the last rank alone
-        before, v = gathered(layers), getattr(optimizer, "v", torch.zeros(1)).clone()
+        before, moments = gathered(layers), copy.deepcopy(getattr(optimizer, "moments", {}))
         add_share(model, samples)
         if rank == ranks - 1:
-            if method == "sketch":
+            if method in SKETCHED:
                 optimizer.sketches.buffer[17, 3] = math.nan
             elif method == "dense":
                 logra.local(layers[LAYERS[0]].weight.grad)[0, 0] = math.nan
@@ -3328,7 +3597,7 @@ def on_ranks():
             seen["nan"] = str(error)
         after = gathered(layers)
         seen["moved"] = [path for path in before if not torch.equal(before[path], after[path])]
-        seen["v kept"] = torch.equal(v, getattr(optimizer, "v", torch.zeros(1)))
+        seen["kept"] = all(torch.equal(x, optimizer.moments[key]) for key, x in moments.items())
 
     model, optimizer, _ = sharded("sketch", dtype="bfloat16")
     add_share(model, samples, dtype="bfloat16")
@@ -3391,7 +3660,8 @@ def reference64(method, parts=1):
     W = {path: model.get_submodule(path).weight for path in LAYERS}
     start = {path: w.detach().clone() for path, w in W.items()}
     v = {path: torch.zeros(len(w)).double() for path, w in W.items()}
-    moments = dict.fromkeys([(path, i) for path in W for i in range(3)], (0, 0))
+    moments = dict.fromkeys([(path, i) for path in W for i in (0, 1, 2, "S")], (0, 0))
+    bases = {}
     adapters = {}
     for path, w in W.items():
         seed = logra.stable_seed("lora", 0, path)
@@ -3405,9 +3675,17 @@ def reference64(method, parts=1):
         G = dict(zip(W, torch.autograd.grad(loss, list(W.values()))))
         P, D, DA = {}, {}, {}
         for path, w in W.items():
-            seed = logra.projection_seed(0, t - 1, f"in_features={w.shape[1]}")
+            refresh, last = 2 if method == "adam" else 1, bases.get(path)
+            seed = logra.projection_seed(0, t - 1, f"in_features={w.shape[1]}", refresh)
             P[path] = logra.make_projection(16, w.shape[1], seed, dtype=torch.float64)
-            D[path], v[path] = row_adam64(G[path] @ P[path].T, v[path], t)
+            S, bases[path] = G[path] @ P[path].T, P[path]
+            D[path], v[path] = row_adam64(S, v[path], t)
+            if method == "muon":
+                D[path] = max(1, len(w) / w.shape[1]) ** 0.5 * newton_schulz64(S)
+            if method == "adam":
+                m, second = moments[path, "S"]
+                m = m if t == 1 else m @ last @ P[path].T if t == 3 else m
+                D[path], *moments[path, "S"] = adam64(m, second, S, t)
             DA[path] = D[path] @ P[path]
         norms = [sum(x.detach().square().sum() for x in xs.values()).sqrt() for xs in (W, DA)]
         for path, w in W.items():
@@ -3416,7 +3694,7 @@ def reference64(method, parts=1):
             for i, gradient in enumerate((G[path], B.T @ G[path], G[path] @ A.T)):
                 step, *moments[path, i] = adam64(*moments[path, i], gradient, t)
                 steps.append(1e-3 * step)
-            if method == "sketch":
+            if method in SKETCHED:
                 factor = (D[path] * 1e-2 * norms[0] / norms[1]).bfloat16()
                 w.data -= factor.double() @ P[path]
             elif method == "dense":
@@ -3442,14 +3720,14 @@ def vector(dW):
 @pytest.mark.parametrize("method", METHODS)
 def test_learning_does_not_depend_on_the_number_of_ranks(ranks, method):
     """Three updates on 1, 2, 3 ranks and by dense float64 gradients; means of means differ (12)."""
-    reference = vector(reference64(method))
+    reference, times = vector(reference64(method)), ROUNDING.get(method, 1)
     one = moved(ranks[1][0][method]["W"])
     for n in (1, 2, 3):
         first, *others = [result[method]["W"] for result in ranks[n]]
         for other in others:
             assert_same_tensors(first, other)
-        assert rel(moved(first), one) < 1e-4
-        assert rel(moved(first), reference) < 1e-3
+        assert rel(moved(first), one) < 1e-4 * times
+        assert rel(moved(first), reference) < 1e-3 * times
         if n > 1:
             assert rel(vector(reference64(method, n)), reference) > 2e-2  # wrong
 
@@ -3474,14 +3752,15 @@ def test_rows_are_summed_and_split_as_fsdp_does(ranks):
 @pytest.mark.parametrize("method", METHODS)
 def test_norms_and_kl_are_those_of_all_ranks(ranks, method):
     """||S||, ratio, KL and mismatch: one number on all ranks, and that of one rank (33)."""
-    one = ranks[1][0][method]
+    one, bound = ranks[1][0][method], 1e-4 * ROUNDING.get(method, 1)
     for n in (2, 3):
         for name in ("mismatch", "norm", "ratio", "predicted", "realised"):
             first, *others = [result[method][name] for result in ranks[n]]
             assert all(other == first for other in others), name
-            assert first == pytest.approx(one[name], rel=1e-4), name
-            assert len(first) == (0 if method != "sketch" and name in ("ratio", "predicted") else 3)
-    if method == "sketch":
+            assert first == pytest.approx(one[name], rel=bound), name
+            dense = method not in SKETCHED and name in ("ratio", "predicted")
+            assert len(first) == (0 if dense else 3)
+    if method in SKETCHED:
         for n in (1, 2, 3):
             assert ranks[n][0][method]["ratio"] == pytest.approx([1e-2] * 3, rel=1e-5)
             first, *others = [result[method]["factors"] for result in ranks[n]]
@@ -3512,7 +3791,7 @@ def test_nan_on_one_rank_stops_all_before_a_weight_moves(ranks, method):
     for n in (2, 3):
         for result in ranks[n]:
             assert "update 3 is not finite" in result[method]["nan"]
-            assert result[method]["moved"] == [] and result[method]["v kept"]
+            assert result[method]["moved"] == [] and result[method]["kept"]
 
 
 @pytest.mark.slow
@@ -3526,12 +3805,12 @@ def test_a_state_fits_any_number_of_ranks(ranks, method):
         model, optimizer, layers = sharded(method, weights, seen["state at 2"])
         state = optimizer.state_dict()
         assert state["update"] == 2
-        if method == "sketch":
-            assert torch.equal(state["v"], seen["state at 2"]["v"]) and state["v"].norm() > 0
+        for key in {"sketch": ("v",), "adam": ("m", "v")}.get(method, ()):
+            assert torch.equal(state[key], seen["state at 2"][key]) and state[key].norm() > 0
         add_share(model, recorded())
         optimizer.propose(31)
         optimizer.step(1.0)
-        assert rel(moved(gathered(layers)), moved(seen["W"])) < 1e-4
+        assert rel(moved(gathered(layers)), moved(seen["W"])) < 1e-4 * ROUNDING.get(method, 1)
 
 
 def train_and_read(runs, patch):
@@ -3677,7 +3956,7 @@ def test_a_checkpoint_of_two_ranks_goes_on_with_one(two_ranks, tmp_path, monkeyp
     def restored(state, path, optimizer, control):
         step = restore(state, path, optimizer, control)
         seen["W"] = gathered(optimizer.sketches.layers)
-        seen["v"], seen["update"] = optimizer.v.clone(), optimizer.update
+        seen["v"], seen["update"] = optimizer.moments["v"].clone(), optimizer.update
         return step
 
     def recorded_generate(self, prompts, seeds, *args):
@@ -3808,8 +4087,8 @@ class Listening:
             for p, seed in zip(prompts, seeds, strict=True)
         ]
 
-    def update(self, factors, update):
-        self.sent.append((factors, update))
+    def update(self, factors, update, back):
+        self.sent.append((factors, (update, back)))
 
     def load(self, pairs, ranks):
         self.sent.append((dict(pairs), ranks))
@@ -3842,7 +4121,7 @@ def test_generation_ranks_share_the_prompts_and_hear_every_update():
     assert of_prompts < remote.crossed < 4000
     before, g = remote.crossed, torch.Generator().manual_seed(0)
     factors = {"a": torch.randn(5, 3, generator=g).bfloat16(), "b": torch.ones(1, 2).bfloat16()}
-    remote.update(factors, 41)
+    remote.update(factors, 41, 0.25)
     assert 34 < remote.crossed - before < 2000  # 17 numbers of 2 bytes
     remote.load({"a": torch.randn(5, 4, generator=g)}.items())
     remote.stop()
@@ -3854,7 +4133,7 @@ def test_generation_ranks_share_the_prompts_and_hear_every_update():
         assert engine.asked[0][2:] == (7, 0.6) and engine.asked[2][2:] == (7, 1.0)
         (seen, update), (weights, ranks) = engine.sent
         assert_same_tensors(seen, factors)
-        assert (update, ranks) == (41, 1) and weights["a"].shape == (5, 4)
+        assert (update, ranks) == ((41, 0.25), 1) and weights["a"].shape == (5, 4)
     assert_same_tensors(*(engine.sent[1][0] for engine in engines))
 
 

@@ -116,8 +116,12 @@ class Config:
     )
 
     # LoGRA
-    optimizer: Literal["row_adam", "adamw", "lora"] = flag(
-        "row_adam", "LoGRA; as controls dense AdamW, or LoRA of the same rank, at --lr"
+    optimizer: Literal[
+        "row_adam", "sketch_muon", "sketch_adam", "sketch_sgd", "dense_row_adam", "adamw", "lora"
+    ] = flag(
+        "row_adam",
+        "row_adam (the paper's) or sketch_muon; as controls sketch_adam (with --refresh 50 or so)"
+        " and sketch_sgd, RowAdam or AdamW on dense gradients, LoRA of the same rank",
     )
     rank: int = flag(256, "rank r of the sketches")
     targets: list[str] = dataclasses.field(
@@ -127,7 +131,7 @@ class Config:
     projection: Literal["rademacher", "gaussian"] = flag("rademacher", "distribution of A")
     refresh: int = flag(1, "updates between two draws of A; 0: never redrawn")
     update_ratio: float = flag(6e-5, "size of a proposed step relative to the weights")
-    keep_layer_norm: bool = flag(True, "each layer keeps the norm of its sketch")
+    keep_layer_norm: bool = flag(True, "each layer keeps the norm of its sketch (row_adam)")
     lr: float = flag(1e-6, "learning rate of --optimizer adamw and lora")
 
     # KL control
@@ -137,6 +141,7 @@ class Config:
     kl_budget_final: float = flag(2e-5, "and the last of --kl-budget-steps, by a cosine")
     kl_budget_steps: int = flag(300, "updates from the first budget to the final one")
     alpha_max: float = flag(3.0, "upper bound of alpha")
+    verify_step: bool = flag(False, "measure each step's KL and take back what exceeds the budget")
     probe_responses: int = flag(2, "answers on which KL is predicted")
     kl_check_every: int = flag(10, "updates between measurements of the realised KL; 0: none")
 
@@ -186,6 +191,7 @@ ABOVE_ZERO += ("kl_budget", "kl_budget_final", "alpha_max", "reward_seconds")
 FIXED = ("model", "data", "seed", "prompts_per_step", "group_size", "max_prompt_tokens")
 FIXED += ("system", "template_kwargs")
 FIXED += ("optimizer", "rank", "targets", "projection", "refresh")  # a resumed run keeps these
+WITHOUT_SKETCH = ("adamw", "lora")
 
 
 def parse(argv) -> Config:
@@ -246,8 +252,12 @@ def parse(argv) -> Config:
     if config.engine == "hf" and ranks > 1:
         raise UserError("--engine hf generates with one rank only; use --engine vllm")
     config = absolute(config)
-    if config.optimizer != "row_adam":
-        config.sync = "full"  # a step of the controls has no factors
+    if config.optimizer in WITHOUT_SKETCH:
+        config.sync = "full"  # a step of these has no factors
+        if config.verify_step:
+            raise UserError(
+                f"--verify-step needs sketches; --optimizer {config.optimizer} has none"
+            )
     return config
 
 
@@ -941,17 +951,21 @@ def build_optimizer(config: Config, it):
         it.model.to("cuda" if torch.cuda.is_available() else "cpu")
     budget = (config.kl_budget, config.kl_budget_final, config.kl_budget_steps)
     control = logra.KLControl(*budget, config.alpha_max, config.kl_control)
-    if config.optimizer != "row_adam":
+    if config.optimizer in WITHOUT_SKETCH:
         say(f"{config.optimizer}: {logra.freeze_all_but(it.model, it.layers)}")
     if config.optimizer == "adamw":
         return logra.DenseAdamW(it.layers, config.lr), control, {}
     if config.optimizer == "lora":
         return logra.LoRA(it.layers, config.rank, config.lr, config.seed), control, {}
+    rank, kind, rule = config.rank, config.projection, config.optimizer
+    if rule == "dense_row_adam":  # with A = I the sketch is the gradient
+        rank, kind = max(module.in_features for module in it.layers.values()), "identity"
+        rule = "row_adam"
     sketches = logra.attach_sketches(
-        it.model, config.rank, config.targets, config.seed, config.projection, config.refresh
+        it.model, rank, config.targets, config.seed, kind, config.refresh
     )
     keep = config.keep_layer_norm
-    optimizer = logra.LoGRA(sketches, config.update_ratio, keep_layer_norm=keep)
+    optimizer = logra.LoGRA(sketches, config.update_ratio, keep_layer_norm=keep, rule=rule)
     return optimizer, control, sketches.settings
 
 
