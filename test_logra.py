@@ -2797,6 +2797,113 @@ def test_two_runs_do_not_share_a_directory(lab, capsys):
     assert main(lab, "--resume {lab}/done") == 0
 
 
+def made_run(path, seed=0, scores=(0.2, 0.9, 0.8), **settings):
+    """A run directory written by hand: an evaluation before and after each of its updates."""
+    config = train.Config(seed=seed, steps=len(scores) - 1, out=str(path), **settings)
+    records = [{"step": 0, "eval_accuracy": scores[0], "greedy": 0.25}]
+    for i, score in enumerate(scores[1:], 1):
+        phases, gib = {"generate": 2.0, "train": 0.5 * i}, 3.0 / i
+        records += [{"step": i, "update": i, "reward": 0.1, "seconds": phases, "peak_gib": gib}]
+        records += [{"step": i, "eval_accuracy": score}]
+    records[-1]["greedy"] = 0.75
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps({"config": train.dataclasses.asdict(config)}))
+    jsonl(path / "metrics.jsonl", *records)
+    return str(path)
+
+
+def test_summary_of_runs_is_that_of_hand_made_ones(tmp_path, capsys):
+    """Mean and sd (n - 1) of a group, what a run took, who collapsed, and how groups are named."""
+    paths = [
+        made_run(tmp_path / "a", 4, (0.2, 0.9, 0.8)),
+        made_run(tmp_path / "b", 4, (0.1, 0.8, 0.39), optimizer="adamw", lr=3e-4),
+        made_run(tmp_path / "c", 5, (0.3, 0.9, 0.5)),
+        made_run(tmp_path / "d", 6, (0.1, 0.3, 0.5)),
+    ]
+    assert train.main(["--summarize", *paths]) == 0
+    out, err = capsys.readouterr()
+    assert not err
+    *lines, last = out.splitlines()
+    found = json.loads(last)
+    assert [run["out"] for run in found["runs"]] == paths
+    first = {"optimizer": "row_adam", "seed": 4, "steps": 2, "accuracy_before": 0.2}
+    first |= {"accuracy": 0.8, "greedy": 0.75, "collapsed": False, "seconds": 5.5, "peak_gib": 3.0}
+    assert found["runs"][0] == {"out": paths[0], **first}
+    assert [run["collapsed"] for run in found["runs"]] == [False, True, False, False]
+    sketched, dense = found["groups"]  # of .8, .5, .5: variance (.2^2 + .1^2 + .1^2) / 2
+    assert sketched["group"] == "optimizer=row_adam lr=1e-06"
+    assert dense["group"] == "optimizer=adamw lr=0.0003"
+    assert (sketched["n"], sketched["seeds"], sketched["collapsed"]) == (3, [4, 5, 6], 0)
+    assert sketched["mean"] == pytest.approx(0.6) and sketched["sd"] == pytest.approx(0.03**0.5)
+    assert (dense["n"], dense["mean"], dense["sd"], dense["collapsed"]) == (1, 0.39, None, 1)
+    rows = [line.split() for line in lines]
+    words = "adamw 4 2 0.100 0.390 0.750 yes 5.500 3.000"
+    assert f"{paths[1]} {words}".split() in rows
+    plots = [line[6:] for line in lines if "|" in line]
+    assert len(plots) == 20 and plots[8] == "b" * 60  # the reward, .1; the later on top
+    # Accuracy a: .2, .7, .6 in the mean.  b: .1, .8, .39; between the evaluations a straight line
+    assert plots[10 + 2].strip() == "b" * len(plots[12].strip()) and plots[10 + 1] == ""
+    assert plots[10 + 8][0] == "b" and plots[10 + 7][0] == "a" and plots[10 + 3].endswith("a")
+
+
+def test_runs_that_are_not_finished_are_named_and_left_out(tmp_path, capsys):
+    """One sentence each on stderr; exit code 0 as long as one run is left, else 2."""
+    good, names = made_run(tmp_path / "good"), ("torn", "short", "late", "foreign", "empty", "gone")
+    bad = [str(tmp_path / name) for name in names]
+    for path in map(Path, bad[:5]):
+        made_run(path)
+    text = (tmp_path / "good" / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "torn" / "metrics.jsonl").write_text("".join(text)[:-9])
+    (tmp_path / "short" / "metrics.jsonl").write_text("".join(text[:3]))  # killed in step 2
+    (tmp_path / "late" / "metrics.jsonl").write_text("".join(text[:4]))  # before it was evaluated
+    (tmp_path / "foreign" / "config.json").write_text('{"config": {"colour": 1}}')
+    (tmp_path / "empty" / "metrics.jsonl").write_text("")
+    assert train.main(["--summarize", *bad, good]) == 0
+    out, err = capsys.readouterr()
+    assert [run["out"] for run in json.loads(out.splitlines()[-1])["runs"]] == [good]
+    assert len(err.splitlines()) == len(bad)
+    for line, path in zip(err.splitlines(), bad, strict=True):
+        assert path in line
+    assert "step 1 of 2" in err.splitlines()[1] and "step 1 of 2" in err.splitlines()[2]
+    assert train.main(["--summarize", *bad]) == 2
+    out, err = capsys.readouterr()
+    assert not out and err.splitlines()[-1].startswith("error: --summarize")
+    assert len(err.splitlines()) == len(bad) + 1
+
+
+def test_runs_without_held_out_rows_are_summarized_by_reward(tmp_path, capsys):
+    """No accuracy, nobody known to have collapsed, one curve; a reward below 0 is in its place."""
+    path = tmp_path / "run"
+    made_run(path, scores=(0.1, 0.2, 0.3))
+    records = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    jsonl(path / "metrics.jsonl", *({**r, "reward": -3.0} for r in records if "update" in r))
+    assert train.main(["--summarize", str(path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    found = json.loads(lines[-1])
+    assert {found["runs"][0][k] for k in ("accuracy_before", "accuracy", "collapsed")} == {None}
+    assert found["groups"][0]["group"] == "all runs" and found["groups"][0]["mean"] is None
+    plot = [line[6:] for line in lines if "|" in line]
+    assert plot == [""] * 9 + ["a" * 60]
+
+
+def test_a_run_that_is_complete_is_not_run_again(lab, capsys):
+    """The same command line again is answered by a sentence; another one is refused."""
+    again = f"{SMALL} --steps 4 --out {{lab}}/done"
+    before = snapshot(lab)
+    assert main(lab, again) == 0
+    out, err = capsys.readouterr()
+    assert not out and len(err.splitlines()) == 1 and "lab" in err and "done" in err
+    for other in (again.replace("--steps 4", "--steps 2"), f"{again} --seed 1"):
+        assert main(lab, other) == 2
+        assert "exists" in capsys.readouterr().err
+    checkpoint = lab / "done" / "step-4"
+    checkpoint.rename(lab / "moved")  # killed before the last checkpoint: it is to be resumed
+    assert main(lab, again) == 2
+    (lab / "moved").rename(checkpoint)
+    assert "exists" in capsys.readouterr().err
+    assert [x[:2] for x in snapshot(lab)] == [x[:2] for x in before]
+
+
 def test_a_reward_that_exits_is_a_reward_that_fails():
     """sys.exit() in a reward, even with 0, does not end the run as if it had succeeded."""
     sample = logra.Sample([1], [], [], True, row=train.Example([1], {}, "rows.jsonl:7"))

@@ -4,6 +4,7 @@
     python train.py --model DIR --data train.jsonl --eval-data test.jsonl
     python train.py --resume runs/NAME           go on from the last checkpoint
     torchrun --nproc-per-node N train.py ...     any of these on N ranks, weights sharded
+    python train.py --summarize runs/*           tables and curves of finished runs
     python train.py --help                       every flag, with its default
 
 A row of a JSONL file is {"prompt": ..., "answer": ...} or GSM8K's {"question": ..., "answer":
@@ -28,6 +29,8 @@ import os
 import re
 import shutil
 import signal
+import statistics
+import string
 import sys
 import time
 import warnings
@@ -82,7 +85,7 @@ class Config:
     template_kwargs: str = flag("{}", "JSON object of further arguments of the chat template")
     reward: str = flag("number", "number, exact, or file.py:function(completion, row) -> float")
     reward_seconds: float = flag(10.0, "time limit of one call of the reward")
-    out: str | None = flag(None, "run directory; must not exist (default: runs/ and a number)")
+    out: str | None = flag(None, "run directory; new, or this run's, finished (default: in runs/)")
     resume: str | None = flag(None, "run directory to go on with, from its last checkpoint")
     seed: int = flag(0, "everything random follows from it")
 
@@ -153,6 +156,9 @@ class Config:
     eval_temperature: float = flag(1.0, "temperature of evaluations; the last is greedy as well")
     eval_only: bool = flag(False, "evaluate --model, or --resume RUN or RUN/step-N, and end")
     save_every: int = flag(100, "steps between checkpoints; the last step is always saved")
+    summarize: list[str] = dataclasses.field(
+        default_factory=list, metadata={"help": "run directories to compare; nothing is trained"}
+    )
 
 
 # A model of 0.1 M weights takes larger steps than one of 7 B; chosen on seeds 0-5.
@@ -210,11 +216,7 @@ def parse(argv) -> Config:
         run = Path(config.resume)
         if config.eval_only and (run / "trainer.pt").exists():  # one checkpoint of a run
             run = run.parent
-        path = run / "config.json"
-        try:
-            saved = dataclasses.asdict(Config(**load_json(path)["config"]))
-        except (KeyError, TypeError) as error:
-            raise UserError(f"{path} is not the configuration of a run: {error!r}") from None
+        saved = dataclasses.asdict(saved_config(run))
         parser.set_defaults(**saved)
         given = config.out
         config = absolute(Config(**vars(parser.parse_args(argv))))
@@ -259,6 +261,15 @@ def parse(argv) -> Config:
                 f"--verify-step needs sketches; --optimizer {config.optimizer} has none"
             )
     return config
+
+
+def saved_config(run: Path) -> Config:
+    """The configuration that a run directory was made with.  Raises UserError."""
+    path = run / "config.json"
+    try:
+        return Config(**load_json(path)["config"])
+    except (KeyError, TypeError) as error:
+        raise UserError(f"{path} is not the configuration of a run: {error!r}") from None
 
 
 def absolute(config: Config) -> Config:
@@ -815,20 +826,112 @@ def step_line(m: dict) -> str:
     )
 
 
-def curve(points, width=60, height=10) -> str:
-    """A curve of (step, accuracy) in text, accuracy from 0 to 1."""
-    last = max(points[-1][0], 1)
+def curve(lines, marks="*", width=60, height=10) -> str:
+    """Curves of (step, accuracy) in text, accuracy from 0 to 1; a later one lies on top."""
+    last = max(*(points[-1][0] for points in lines), 1)
     cells = [[" "] * width for _ in range(height)]
-    for column in range(width):
-        at = column / (width - 1) * last
-        after = next(i for i, (step, _) in enumerate(points) if step >= at - 1e-9)
-        (x0, y0), (x1, y1) = points[max(after - 1, 0)], points[after]
-        y = y1 if x1 == x0 else y0 + (y1 - y0) * (at - x0) / (x1 - x0)
-        cells[height - 1 - min(int(y * height), height - 1)][column] = "*"
+    for points, mark in zip(lines, marks, strict=False):
+        for column in range(width):
+            at = column / (width - 1) * last
+            after = next((i for i, (step, _) in enumerate(points) if step >= at - 1e-9), None)
+            if after is None:
+                break  # this one is shorter
+            (x0, y0), (x1, y1) = points[max(after - 1, 0)], points[after]
+            y = y1 if x1 == x0 else y0 + (y1 - y0) * (at - x0) / (x1 - x0)
+            cells[height - 1 - max(0, min(int(y * height), height - 1))][column] = mark
     axis = [f"{(height - 1 - i) / height:4.1f} |" for i in range(height)]  # the row's lower edge
-    lines = [a + "".join(row).rstrip() for a, row in zip(axis, cells, strict=True)]
+    rows = [a + "".join(row).rstrip() for a, row in zip(axis, cells, strict=True)]
     steps = f"{0:<6}{'step':^{width - 12}}{last:>6}"
-    return "\n".join([*lines, "     +" + "-" * width, " " * 6 + steps])
+    return "\n".join([*rows, "     +" + "-" * width, " " * 6 + steps])
+
+
+def table(rows) -> str:
+    """Dicts of like keys as lines of columns; None is a dash."""
+
+    def cell(x):
+        if x is None or isinstance(x, bool):
+            return {None: "-", True: "yes", False: "no"}[x]
+        return f"{x:.3f}" if isinstance(x, float) else str(x)
+
+    texts = [[*rows[0]], *([cell(x) for x in row.values()] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in texts)
+
+
+def read_run(run: Path):
+    """(Config, row of the table, records) of a run.  Raises UserError unless it is finished."""
+    config = saved_config(run)
+    try:
+        records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        updates, evaluations = ([r for r in records if k in r] for k in ("update", "eval_accuracy"))
+        at = min(part[-1]["step"] for part in (updates, evaluations or updates)) if updates else 0
+        if at < config.steps:
+            raise UserError(f"{run} is not finished: step {at} of {config.steps}")
+        scores = [r["eval_accuracy"] for r in evaluations] or [None]
+        row = {"out": str(run), **{k: getattr(config, k) for k in ("optimizer", "seed", "steps")}}
+        row |= {"accuracy_before": scores[0], "accuracy": scores[-1]}
+        row |= {"greedy": records[-1].get("greedy"), "collapsed": None}
+        if evaluations:
+            row["collapsed"] = max(scores) > 0 and scores[-1] < max(scores) / 2
+        row["seconds"] = sum(sum(r["seconds"].values()) for r in updates)
+        row["peak_gib"] = max(r["peak_gib"] for r in updates)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{run}/metrics.jsonl cannot be read: {error!r}") from None
+    return config, row, records
+
+
+def complete(config: Config) -> bool:
+    """Whether --out holds a run of this very configuration, saved at its last step."""
+    if not config.out or config.resume or not Path(config.out, f"step-{config.steps}").exists():
+        return False
+    try:
+        saved = dataclasses.replace(read_run(Path(config.out))[0], out=config.out, resume=None)
+    except UserError:
+        return False
+    auto = "bfloat16" if torch.cuda.is_available() else "float32"
+    return saved == dataclasses.replace(config, dtype=config.dtype.replace("auto", auto))
+
+
+def summarize(paths) -> None:
+    """--summarize: a row a run; a row, and mean curves, a group of runs that differ in nothing
+    but seed and directory; and the same as JSON.  Raises UserError if no run is finished."""
+    rows, members, groups = [], {}, []
+    for path in paths:
+        try:
+            config, row, records = read_run(Path(path))
+        except UserError as error:
+            say(f"left out: {error}")
+            continue
+        same = dataclasses.asdict(dataclasses.replace(config, seed=0, out=None, resume=None))
+        members.setdefault(json.dumps(same), []).append((row, records))
+        rows.append(row)
+    if not rows:
+        raise UserError(f"--summarize: no finished run among {len(paths)} paths")
+    settings = [json.loads(key) for key in members]
+    differ = [k for k in settings[0] if any(s[k] != settings[0][k] for s in settings)]
+    marks, curves = string.ascii_letters * len(rows), {"reward": [], "eval_accuracy": []}
+    for known, runs in zip(settings, members.values(), strict=True):
+        values = {k: [row[k] for row, _ in runs if row[k] is not None] for k in rows[0]}
+        accuracy, n = values["accuracy"], len(runs)
+        group = {"group": " ".join(f"{k}={known[k]}" for k in differ) or "all runs", "n": n}
+        group["seeds"] = values["seed"]
+        group["mean"] = statistics.mean(accuracy) if accuracy else None
+        group["sd"] = statistics.stdev(accuracy) if accuracy and n > 1 else None
+        group |= {"collapsed": sum(values["collapsed"]), "seconds": sum(values["seconds"]) / n}
+        groups.append(group | {"peak_gib": max(values["peak_gib"])})
+        for key, lines in curves.items():
+            found = {}
+            for r in (r for _, records in runs for r in records if key in r):
+                found.setdefault(r["step"], []).append(r[key])
+            lines.append([(step, statistics.mean(found[step])) for step in sorted(found)])
+    marked = [{"": mark, **group} for mark, group in zip(marks, groups, strict=False)]
+    print(f"{table(rows)}\n\n{table(marked)}\n")
+    print("collapsed: accuracy ends below half of its best; sd: divided by n - 1")
+    print("seconds: all phases of all updates, without start, evaluations and checkpoints")
+    for key, lines in curves.items():
+        if all(lines):
+            print(f"\n{key}, mean of a group\n{curve(lines, marks)}")
+    print(json.dumps({"runs": rows, "groups": groups}))
 
 
 class Journal:
@@ -1170,7 +1273,7 @@ def report(out: Path, seconds: dict) -> None:
         print(f"\nheld-out accuracy {first['eval_accuracy']:.3f} -> {after}")
         if "greedy" in first and "greedy" in last:
             print(f"greedy            {first['greedy']:.3f} -> {last['greedy']:.3f}")
-        print(f"\n{curve([(r['step'], r['eval_accuracy']) for r in evaluations])}\n")
+        print(f"\n{curve([[(r['step'], r['eval_accuracy']) for r in evaluations]])}\n")
         shown = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
         n = sum(s["step"] == shown[-1]["step"] for s in shown)
         for before, after in zip(shown[:n], shown[-n:], strict=True):
@@ -1190,6 +1293,12 @@ def main(argv=None) -> int:
     config, rank, wait = None, int(os.environ.get("RANK", "0")), False
     try:
         config = parse(sys.argv[1:] if argv is None else argv)
+        if config.summarize:
+            summarize(config.summarize)
+            return 0
+        if complete(config):
+            say(f"{config.out} holds this run already, finished; nothing is done")
+            return 0
         wire, generates = None, False
         if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
             wire, generates = logra.start_ranks(config.generation_ranks)
