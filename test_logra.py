@@ -3530,13 +3530,9 @@ def probe_forwards(tokens=512):
         hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
         logra.policy_head(model)(hidden)
 
-    def compute(act):
-        with logra.compute_dtype(ids.device, "bfloat16" if ids.is_cuda else "float32"):
-            act()
-
     acts = {"probe": lambda: logra.predict_kl(model, sketches, probe), "forward": forward}
-    acts = {name: functools.partial(compute, act) for name, act in acts.items()}
-    seconds = interleaved(acts)
+    with logra.compute_dtype(ids.device, "bfloat16" if ids.is_cuda else "float32"):
+        seconds = interleaved(acts)
     return seconds["probe"] / seconds["forward"]
 
 
@@ -3575,25 +3571,16 @@ def test_benchmark_of_a_step(tmp_path):
         row = {"method": method, "rank": rank, "tokens": N, "step_seconds": seconds[method, rank]}
         row |= {"ratio_to_adamw_foreach": ratio, "peak_mb": peak}
         rows.append(row | {"floor_ratio": floor_ratio(layers, method, rank, N)})
-    found = {"rows": rows, "probe_forwards": probe_forwards()}
-    seconds, *_ = synchronised(tmp_path, qwen2_of_size(*ONE_LAYER))
-    found["sync_seconds"] = {name: statistics.median(times) for name, times in seconds.items()}
-    over = [row["ratio_to_adamw_foreach"] / row["floor_ratio"] for row in rows]
-    memory = [
-        row["peak_mb"] / peaks["adamw_foreach", None, row["tokens"], ONE_LAYER] for row in rows
-    ]
-    shown = [
-        {**row, "ratio / floor": x, "peak / foreach": y}
-        for row, x, y in zip(rows, over, memory, strict=True)
-    ]
-    print(f"\n{train.table(shown)}\n\nKL probe: {found['probe_forwards']:.2f} forwards")
-    print(
-        "synchronisation: factors {factors:.3f} s, full {full:.3f} s".format(
-            **found["sync_seconds"]
-        )
-    )
+    probe, (seconds, *_) = probe_forwards(), synchronised(tmp_path, qwen2_of_size(*ONE_LAYER))
+    sync, shown = {name: statistics.median(times) for name, times in seconds.items()}, []
+    for row in rows:
+        foreach = peaks["adamw_foreach", None, row["tokens"], ONE_LAYER]
+        over = {"ratio/floor": row["ratio_to_adamw_foreach"] / row["floor_ratio"]}
+        shown.append({**row, **over, "peak/foreach": row["peak_mb"] / foreach})
+    print(f"\n{train.table(shown)}\n\nKL probe: {probe:.2f} forwards of its tokens")
+    print(f"synchronisation: factors {sync['factors']:.3f} s, full {sync['full']:.3f} s")
     print(f"on {DEVICE}, {torch.get_num_threads()} threads, load {os.getloadavg()[0]:.1f}")
-    print(json.dumps(found))
+    print(json.dumps({"rows": rows, "probe_forwards": probe, "sync_seconds": sync}))
 
 
 @pytest.mark.slow
