@@ -3572,12 +3572,12 @@ def test_estimate_needs_a_config_alone_and_a_second(tmp_path, capsys, monkeypatc
     [("1.5B", "logra"), ("7B", "logra"), ("short", "adamw"), ("short", "lora")],
 )
 def test_estimate_is_the_simulated_peak(tmp_path, capsys, name, method):
-    """Within 10% on 4 ranks, and the phase that binds is one that the simulation has at its peak."""
+    """Within 3% on 4 ranks, and the phase that binds is one that the simulation has at its peak."""
     peaks = simulated(name, 4, method)
     flags = "--world-size 4 --max-length 4096 --rank 256"
     figures = estimated(SHAPES[name], tmp_path, capsys, flags)["methods"][method]
     print(f"\n{name} {method}: {figures}, simulated {max(peaks.values()):.3f}")
-    assert figures["peak_gib"] == pytest.approx(max(peaks.values()), rel=0.1)
+    assert figures["peak_gib"] == pytest.approx(max(peaks.values()), rel=0.03)
     assert peaks[figures["binds"].split()[0]] >= 0.98 * max(peaks.values())
 
 
@@ -3611,7 +3611,7 @@ def memory_of_an_update():
 
 @pytest.mark.slow
 def test_estimate_is_the_measured_peak_of_an_update(tmp_path, capsys):
-    """Within 10%, where the C library gives freed memory back at once."""
+    """Within 5%, where the C library gives freed memory back at once."""
     run = subprocess.run(
         [sys.executable, "-c", "import test_logra as t; print(t.memory_of_an_update())"],
         cwd=HERE,
@@ -3625,7 +3625,7 @@ def test_estimate_is_the_measured_peak_of_an_update(tmp_path, capsys):
     flags = "--max-length 128 --rank 256 --dtype float32 --probe-responses 1"
     figures = estimated(shape, tmp_path, capsys, flags)["methods"]["logra"]
     print(f"\n370 M: {figures}, measured {measured:.3f}")
-    assert figures["peak_gib"] == pytest.approx(measured, rel=0.1)
+    assert figures["peak_gib"] == pytest.approx(measured, rel=0.05)
 
 
 if __name__ == "__main__":  # one of torchrun's ranks

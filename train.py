@@ -746,12 +746,15 @@ def memory_terms(model, config: Config, method: str, stored: int):
     phases["head"] = gradients | activations | whole_head
     phases["head"] |= {"cast head": head.numel() * 2 * (a < stored)}
     phases["head"] |= {"final hidden states": norm + 2 * hidden, "logits of a chunk": 4 * logits}
-    # The realised KL: hidden states and logits before and after, and what becomes of them
+    # Hidden states before and after; logits, over T, log-softmax, ratio, phi's series and powers
     final = {"final hidden states": 2 * passes * hidden, "logits of a chunk": 9 * logits}
     phases["realised KL"] = whole_head | final | (step if ours else {})
-    if ours:  # the predicted KL: values and tangents, in the MLP or in a block of 128 queries
+    if ours:
+        # The predicted KL.  MLP: the tangents of gate and up, up with its own before U, silu and
+        # its derivative, both parts of the product's tangent, X A^T U^T.  Attention: value and
+        # tangent of q, k, v, its output, and of a block of scores, a sum, a product, a cast each.
         scores = heads * tokens * min(128, config.max_length)
-        pair = 7 * hidden + max(9 * inner, 8 * q + scores * (9 * a + 12))
+        pair = 7 * hidden + max(9 * inner, 8 * q + scores * (9 * a + 3 * 4))
         mask = config.micro_batch * config.max_length**2 * a
         final = {"final hidden states": 2 * (passes - 1) * hidden, "attention mask": mask}
         phases["probe"] = gathered | final | {"one layer's values and tangents": pair}
@@ -761,7 +764,7 @@ def memory_terms(model, config: Config, method: str, stored: int):
 def estimate_memory(config: Config) -> None:
     """Print what a rank will need, from the config.json alone; the last line is JSON."""
     config.max_length = config.max_length or config.max_prompt_tokens + config.max_new_tokens
-    path = Path(config.model)
+    path, names = Path(config.model), ("adamw", "lora", "logra")
     path = path / "config.json" if path.is_dir() else path
     load_json(path)
     try:
@@ -769,13 +772,10 @@ def estimate_memory(config: Config) -> None:
         with torch.device("meta"):  # shapes without memory
             model = transformers.AutoModelForCausalLM.from_config(settings)
         layers = logra.find_targets(model, config.targets).values()
-        stored, names = (
-            settings.get_text_config().dtype or torch.bfloat16,
-            ("adamw", "lora", "logra"),
-        )
+        stored = settings.get_text_config().dtype or torch.bfloat16
         parts = [memory_terms(model, config, name, stored.itemsize) for name in names]
     except Exception as error:  # transformers has a kind for everything that may be wrong
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+        reason = (str(error).strip() or repr(error)).splitlines()[0]
         targets = f" with --targets {' '.join(config.targets)}" if config.targets else ""
         raise UserError(f"--model {path}{targets} cannot be estimated: {reason}") from error
     methods, tables = {}, {"resident": [], "peak": []}
@@ -788,27 +788,27 @@ def estimate_memory(config: Config) -> None:
     total, trained = model.num_parameters(), sum(m.weight.numel() for m in layers)
     sync = {"factors": 2 * config.rank * sum(m.out_features for m in layers), "full": 4 * trained}
     small = config.dtype == "bfloat16"
-    engine, master, loaded = (total * (4 - 2 * small), 4 * trained * small, 4 * total)
-    print(
-        f"{total:,} weights stored in {stored}, {trained:,} of them trained\n"
-        f"{config.world_size} ranks, {config.max_length} tokens, micro-batch {config.micro_batch},"
-        f" rank {config.rank}, compute in {config.dtype},"
-        f" {'' if config.checkpointing else 'no '}checkpointing\n"
+    engine, master, loaded = (
+        n / 2**30 for n in (total * (4 - 2 * small), small * 4 * trained, 4 * total)
     )
+    print(f"{total:,} weights stored in {stored}, {trained:,} of them trained")
+    print(
+        f"{config.world_size} ranks, {config.max_length} tokens, micro-batch {config.micro_batch},",
+        end="",
+    )
+    print(f" rank {config.rank}, compute in {config.dtype}, checkpointing {config.checkpointing}\n")
     print(f"{'GiB of a training rank':38}" + "".join(f"{name:>12}" for name in names))
-    for total, columns in tables.items():
+    for name, columns in tables.items():
         for term in dict.fromkeys(term for terms in columns for term in terms):
             cells = [f"{b / 2**30:.2f}" if (b := terms.get(term)) else "" for terms in columns]
             print(f"{term:38}" + "".join(f"{cell:>12}" for cell in cells))
-        print(f"= {total:36}" + "".join(f"{m[total + '_gib']:12.2f}" for m in methods.values()))
+        print(f"= {name:36}" + "".join(f"{m[name + '_gib']:12.2f}" for m in methods.values()))
     print(f"{'in the phase':38}" + "".join(f"{m['binds']:>12}" for m in methods.values()))
-    print(
-        "add 1-2 GiB for CUDA and NCCL\n"
-        f"engine of a rank: weights {engine / 2**30:.2f} GiB, KV cache {config.kv_gib:.2f} GiB\n"
-        f"host memory of a rank: float32 master of the engine {master / 2**30:.2f} GiB;"
-        f" the model while it is loaded {loaded / 2**30:.2f} GiB\n"
-        f"bytes of a synchronisation: factors {sync['factors']:,}, full {sync['full']:,}"
-    )
+    print("add 1-2 GiB for CUDA and NCCL")
+    print(f"engine of a rank: weights {engine:.2f} GiB, KV cache {config.kv_gib:.2f} GiB")
+    print(f"host memory of a rank: the engine's float32 master {master:.2f} GiB", end="")
+    print(f"; the model in float32 while it is loaded {loaded:.2f} GiB")
+    print(f"bytes of a synchronisation: factors {sync['factors']:,}, full {sync['full']:,}")
     result = {name: getattr(config, name) for name in ("world_size", "max_length", "rank")}
     print(json.dumps(result | {"methods": methods, "sync_bytes": sync}))
 
