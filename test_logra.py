@@ -3508,9 +3508,9 @@ SHAPES = {
 
 
 @functools.cache
-def simulated(name, world_size=4, method="logra"):
-    """What simulate says, in a process of its own, once a session."""
-    argv = [sys.executable, __file__, "simulate", name, str(world_size), method]
+def simulated(name, method):
+    """What simulate says of 4 ranks, in a process of its own, once a session."""
+    argv = [sys.executable, __file__, "simulate", name, "4", method]
     run = subprocess.run(argv, stdout=subprocess.PIPE, text=True, check=True, timeout=300)
     return json.loads(run.stdout.splitlines()[-1])
 
@@ -3519,7 +3519,7 @@ def simulated(name, world_size=4, method="logra"):
 @pytest.mark.parametrize("name, goal", [("1.5B", 3.6), ("7B", 11.2)])
 def test_simulated_peak_of_a_step(name, goal):
     """GiB per rank on 4 ranks, 4096 tokens, rank 256, the KL probe included."""
-    peaks = simulated(name)
+    peaks = simulated(name, "logra")
     print(f"\n{name}: " + ", ".join(f"{phase} {gib:.2f}" for phase, gib in peaks.items()))
     assert peaks["load"] > 1  # the shards themselves
     assert max(peaks.values()) <= goal
@@ -3573,7 +3573,7 @@ def test_estimate_needs_a_config_alone_and_a_second(tmp_path, capsys, monkeypatc
 )
 def test_estimate_is_the_simulated_peak(tmp_path, capsys, name, method):
     """Within 3% on 4 ranks, and the phase that binds is one that the simulation has at its peak."""
-    peaks = simulated(name, 4, method)
+    peaks = simulated(name, method)
     flags = "--world-size 4 --max-length 4096 --rank 256"
     figures = estimated(SHAPES[name], tmp_path, capsys, flags)["methods"][method]
     print(f"\n{name} {method}: {figures}, simulated {max(peaks.values()):.3f}")
