@@ -2689,6 +2689,8 @@ def lab(tmp_path_factory, small_task):
         (lab / torn / file).write_bytes(whole[: len(whole) // 2])
     shutil.copytree(lab / "done", lab / "bare-config")
     (lab / "bare-config" / "config.json").write_text("{}")
+    for kind in ("GPT2", "T5"):
+        getattr(transformers, f"{kind}Config")().to_json_file(lab / f"{kind.lower()}.json")
     return lab
 
 
@@ -2759,6 +2761,27 @@ BAD_INPUT = {
     "resume, torn weights": ("--resume {lab}/torn-model", "torn-model/step-4"),
     "resume, torn config": ("--resume {lab}/torn-config", "torn-config/config.json"),
     "resume, config of nothing": ("--resume {lab}/bare-config", "bare-config/config.json"),
+    "estimate without model": ("--estimate-memory", "--estimate-memory --model"),
+    "estimate, config not there": ("--estimate-memory --model {lab}/nowhere", "{lab}/nowhere"),
+    "estimate, not JSON": ("--estimate-memory --model {lab}/notjson.jsonl", "notjson.jsonl"),
+    "estimate, no model": (
+        "--estimate-memory --model {lab}/bare-config",
+        "bare-config/config.json",
+    ),
+    "estimate, no ranks": (
+        "--estimate-memory --model {lab}/llama --world-size 0",
+        "--world-size 0",
+    ),
+    "estimate, no tokens": (
+        "--estimate-memory --model {lab}/llama --max-length -1",
+        "--max-length",
+    ),
+    "estimate, target unknown": (
+        "--estimate-memory --model {lab}/llama --targets nonsense",
+        "llama/config.json --targets nonsense o_proj",
+    ),
+    "estimate, no linear layers": ("--estimate-memory --model {lab}/gpt2.json", "gpt2.json Linear"),
+    "estimate, no causal model": ("--estimate-memory --model {lab}/t5.json", "t5.json CausalLM"),
     "reward unknown": ("--reward nosuch", "--reward nosuch"),
     "reward file not there": ("--reward {lab}/nowhere.py:f", "--reward nowhere.py:f"),
     "reward function not there": ("--reward {lab}/reward.py:missing", "--reward missing"),
@@ -4282,16 +4305,19 @@ class LiveBytes(TorchDispatchMode):
         return out
 
 
-def simulate(shape, world_size, T=4096, rank=256):
+def simulate(shape, world_size, method="logra", T=4096, rank=256):
     """{phase: peak GiB per rank} of a training step with two micro-batches of T tokens."""
     dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
     mesh = init_device_mesh("cpu", (world_size,))  # looks at values, so not on fake tensors
     tracker = LiveBytes(T - 1)
+    adam = sys.modules["torch.optim.adam"]  # whose step is foreach on a GPU
     try:
         with (
             FakeTensorMode(allow_non_fake_inputs=True),
             mock.patch.object(torch.UntypedStorage, "resize_", lambda s, n: tracker.resize_(s, n)),
             mock.patch.object(transformers.masking_utils, "is_tracing", lambda *_: False),
+            mock.patch.object(adam, "_default_to_fused_or_foreach", lambda *_, **__: (False, True)),
+            mock.patch.object(logra, "in_step", lambda batches, _: [(b, True) for b in batches]),
             mock.patch.object(logra, "check_same", lambda *_: None),
             mock.patch.object(logra, "init_device_mesh", lambda *_: mesh),
             mock.patch.object(torch.Tensor, "tolist", lambda t: [1.0] * t.numel()),
@@ -4302,9 +4328,19 @@ def simulate(shape, world_size, T=4096, rank=256):
             tracker.enter("load")
             logra.checkpoint_layers(model)
             logra.shard_model(model, torch.bfloat16, torch.bfloat16)
-            sketches = logra.attach_sketches(model, rank)
-            optimizer = logra.LoGRA(sketches)
-            tracker.rows = sum(sketches.sizes)
+            sketches, layers = None, logra.find_targets(model)
+            if method == "logra":
+                sketches = logra.attach_sketches(model, rank)
+                optimizer = logra.LoGRA(sketches)
+                tracker.rows = sum(sketches.sizes)
+            else:
+                logra.freeze_all_but(model, layers)
+                controls = {"adamw": logra.DenseAdamW, "lora": logra.LoRA}
+                optimizer = controls[method](layers, *[rank] * (method == "lora"))
+                tracker.enter("first")
+                for parameter in optimizer.param_groups[0]["params"]:
+                    parameter.grad = torch.zeros_like(parameter)
+                optimizer.step()  # the moments exist, as from the second update on
             sample = logra.Sample([0], [0] * (T - 1), [0.0] * (T - 1), True, advantage=1.0)
             other = type(sample)(**vars(sample))
             for s in (sample, other):
@@ -4321,6 +4357,7 @@ def simulate(shape, world_size, T=4096, rank=256):
                 logra.realised_kl(model, [sample, other], before)
             del factors
             del tracker.peaks["host"]
+            tracker.peaks.pop("first", None)
             return {phase: peak / 2**30 for phase, peak in tracker.peaks.items()}
     finally:
         dist.destroy_process_group()
@@ -4357,20 +4394,130 @@ def qwen2_shape(*numbers, tied=False, head_dim=None):
 SHAPES = {
     "1.5B": qwen2_shape(1536, 8960, 28, 12, 2, 151936, tied=True),
     "7B": qwen2_shape(3584, 18944, 28, 28, 4, 152064),
+    "short": qwen2_shape(3584, 18944, 6, 28, 4, 152064),  # for the controls, in seconds
     "27B": qwen2_shape(5120, 17408, 64, 80, 8, 248320, head_dim=128),  # minutes: by hand
 }
+
+
+@functools.cache
+def simulated(name, method):
+    """What simulate says of 4 ranks, in a process of its own, once a session."""
+    argv = [sys.executable, __file__, "simulate", name, "4", method]
+    run = subprocess.run(argv, stdout=subprocess.PIPE, text=True, check=True, timeout=300)
+    return json.loads(run.stdout.splitlines()[-1])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name, goal", [("1.5B", 3.6), ("7B", 11.2)])
 def test_simulated_peak_of_a_step(name, goal):
     """GiB per rank on 4 ranks, 4096 tokens, rank 256, the KL probe included."""
-    argv = [sys.executable, __file__, "simulate", name, "4"]
-    run = subprocess.run(argv, stdout=subprocess.PIPE, text=True, check=True, timeout=300)
-    peaks = json.loads(run.stdout.splitlines()[-1])
+    peaks = simulated(name, "logra")
     print(f"\n{name}: " + ", ".join(f"{phase} {gib:.2f}" for phase, gib in peaks.items()))
     assert peaks["load"] > 1  # the shards themselves
     assert max(peaks.values()) <= goal
+
+
+# ------------------------------------------------------------------------------------------------
+# The estimate of --estimate-memory
+# ------------------------------------------------------------------------------------------------
+
+
+def estimated(shape, tmp_path, capsys, flags):
+    """The JSON that --estimate-memory prints of a Qwen2 shape."""
+    transformers.Qwen2Config(**shape).to_json_file(tmp_path / "shape.json")
+    argv = ["--estimate-memory", "--model", str(tmp_path / "shape.json"), "--micro-batch", "1"]
+    assert train.main([*argv, *flags.split()]) == 0
+    return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+@pytest.mark.parametrize("ranks, goal", [(4, 34), (8, 21.5)])
+def test_estimate_needs_a_config_alone_and_a_second(tmp_path, capsys, monkeypatch, ranks, goal):
+    """At 27B shape, where what stays between updates and what is sent follow from the shapes."""
+    monkeypatch.chdir(tmp_path)  # where runs/ would be
+    start = time.process_time()
+    flags = f"--world-size {ranks} --max-length 4096"
+    result = estimated(SHAPES["27B"], tmp_path, capsys, flags)
+    assert time.process_time() - start < 1
+    assert [p.name for p in tmp_path.iterdir()] == ["shape.json"]
+    q, kv, hidden, inner = 80 * 128, 8 * 128, 5120, 17408
+    d_outs = [q, kv, kv, hidden, inner, inner, hidden]  # q k v o gate up down
+    d_ins = [hidden, hidden, hidden, q, hidden, hidden, inner]
+    weights = 64 * sum(o * i for o, i in zip(d_outs, d_ins, strict=True))
+    frozen = 2 * 2 * 248320 * hidden + 4 * (64 * (2 * hidden + q + 2 * kv) + hidden)  # biases too
+    more = {
+        "adamw": 8 * weights / ranks,
+        "lora": 3 * 4 * 64 * 256 * (sum(d_outs) + sum(d_ins)),
+        "logra": 64 * sum(d_outs) * 257 * 4 / ranks + 256 * (hidden + q + inner) * 4,
+    }
+    for method, figures in result.pop("methods").items():
+        resident = ((4 * weights + frozen) / ranks + more[method]) / 2**30
+        assert figures["resident_gib"] == pytest.approx(resident, rel=1e-6)
+        assert resident < figures["peak_gib"] <= (goal if method == "logra" else 120)
+    sent = {"factors": 64 * sum(d_outs) * 256 * 2, "full": weights * 4}
+    settings = {"world_size": ranks, "max_length": 4096, "rank": 256}
+    assert result == {**settings, "sync_bytes": sent}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name, method",
+    [("1.5B", "logra"), ("7B", "logra"), ("short", "adamw"), ("short", "lora")],
+)
+def test_estimate_is_the_simulated_peak(tmp_path, capsys, name, method):
+    """Within 3% on 4 ranks, and the phase that binds is one that the simulation has at its peak."""
+    peaks = simulated(name, method)
+    flags = "--world-size 4 --max-length 4096 --rank 256"
+    figures = estimated(SHAPES[name], tmp_path, capsys, flags)["methods"][method]
+    print(f"\n{name} {method}: {figures}, simulated {max(peaks.values()):.3f}")
+    assert figures["peak_gib"] == pytest.approx(max(peaks.values()), rel=0.03)
+    assert peaks[figures["binds"].split()[0]] >= 0.98 * max(peaks.values())
+
+
+def memory_of_an_update():
+    """GiB of resident memory at the peak of an update of a 370 M model, float32, one rank, above
+    what the interpreter has after an update of a tiny one; runs in its own process."""
+
+    def update(model):
+        logra.checkpoint_layers(model)
+        sketches = logra.attach_sketches(model, 256)
+        optimizer = logra.LoGRA(sketches)
+        sample = logra.Sample([0], [0] * 127, [0.0] * 127, True, advantage=1.0)
+        logra.backward(model, [sample], settings(micro_batch=1, dtype="float32"), first=True)
+        optimizer.propose(127)
+        _, hidden = logra.predict_kl(model, sketches, [sample])
+        factors = optimizer.step(1e-3)
+        logra.realised_kl(model, [sample], hidden)
+        del factors
+
+    update(tiny_qwen2())  # for what is imported and loaded on the way
+    with open("/proc/self/statm") as statm:
+        before = int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**30
+    with mock.patch.object(transformers.PreTrainedModel, "_init_weights", lambda *_: None):
+        model = qwen2_of_size(24, 1024, 3584, 16, 4, 32_000)
+    for parameter in model.parameters():
+        parameter.data.fill_(0.01)  # memory does not depend on values
+    logra.peak_gib()  # a peak while loading is no part of it
+    update(model)
+    return logra.peak_gib() - before
+
+
+@pytest.mark.slow
+def test_estimate_is_the_measured_peak_of_an_update(tmp_path, capsys):
+    """Within 5%, where the C library gives freed memory back at once."""
+    run = subprocess.run(
+        [sys.executable, "-c", "import test_logra as t; print(t.memory_of_an_update())"],
+        cwd=HERE,
+        env=os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    measured = float(run.stdout.split()[-1])
+    shape = qwen2_shape(1024, 3584, 24, 16, 4, 32_000, tied=True)
+    flags = "--max-length 128 --rank 256 --dtype float32 --probe-responses 1"
+    figures = estimated(shape, tmp_path, capsys, flags)["methods"]["logra"]
+    print(f"\n370 M: {figures}, measured {measured:.3f}")
+    assert figures["peak_gib"] == pytest.approx(measured, rel=0.05)
 
 
 if __name__ == "__main__":  # one of torchrun's ranks
@@ -4379,7 +4526,7 @@ if __name__ == "__main__":  # one of torchrun's ranks
     faulthandler.dump_traceback_later(150, exit=True)  # it never hangs
     mode, out, *argv = sys.argv[1:]
     if mode == "simulate":
-        print(json.dumps(simulate(SHAPES[out], int(argv[0]))))
+        print(json.dumps(simulate(SHAPES[out], int(argv[0]), *argv[1:])))
         sys.exit()
     if mode == "bad":  # rank 0 is late, as it may be on a busy machine
         rank = int(os.environ["RANK"])
