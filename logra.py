@@ -42,12 +42,14 @@ import hashlib
 import importlib
 import math
 import os
+import pickle
 import resource
 import sys
 import time
 import weakref
 from bisect import bisect_left
 from dataclasses import dataclass, field
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -104,9 +106,12 @@ def projection_seed(seed: int, update: int, key, refresh: int = 1) -> int:
 def make_projection(rank, d_in, seed, kind="rademacher", device="cpu", dtype=torch.float32):
     """A [rank, d_in] with E[A^T A] = I: signs +-1/sqrt(rank), or N(0, 1/rank).
 
-    Signs cost one bit each: 64 of them are drawn as one word.  Raises ValueError on another kind.
+    Signs cost one bit each: 64 of them are drawn as one word.  "identity" makes S the dense
+    gradient, if rank >= d_in: the control for what sketching costs.  Raises ValueError on another.
     """
     n = rank * d_in
+    if kind == "identity":
+        return torch.eye(rank, d_in, device=device, dtype=dtype)  # the columns beyond d_in are 0
     if kind == "rademacher":
         octets = random_words(seed, (n + 63) // 64, device).view(torch.uint8)  # [n / 8]
         bits = (octets[:, None] >> torch.arange(8, dtype=torch.uint8, device=device)) & 1
@@ -114,7 +119,7 @@ def make_projection(rank, d_in, seed, kind="rademacher", device="cpu", dtype=tor
     elif kind == "gaussian":  # drawn on the CPU in float64: erfinv is not the same everywhere
         A = (torch.erfinv(2 * random_uniform(seed, n) - 1) * math.sqrt(2)).to(device, dtype)
     else:
-        raise ValueError(f"projection must be rademacher or gaussian, not {kind!r}")
+        raise ValueError(f"projection must be rademacher, gaussian or identity, not {kind!r}")
     return A.mul_(rank**-0.5).view(rank, d_in)
 
 
@@ -129,6 +134,11 @@ def subtract_factor(W: torch.Tensor, factor: torch.Tensor, A: torch.Tensor, rank
         rows.addmm_(part.to(W.dtype), A.to(W.dtype), alpha=-1)
 
 
+def taken_back(factor: torch.Tensor, back: float) -> torch.Tensor:
+    """bfloat16(-back F): subtracted after F, it takes the share `back` of the step back."""
+    return (factor.float() * -back).to(torch.bfloat16)
+
+
 # ------------------------------------------------------------------------------------------------
 # 2  Ranks: each holds some rows of every W, and everything here is nothing with one rank
 # ------------------------------------------------------------------------------------------------
@@ -136,6 +146,33 @@ def subtract_factor(W: torch.Tensor, factor: torch.Tensor, A: torch.Tensor, rank
 
 class StopRun(Exception):
     """A reason to stop that all ranks raise together, so that none waits for another."""
+
+
+def start_ranks(generation_ranks: int = 0):
+    """Meet the other ranks that torchrun has started; the last few only generate.
+
+    The training ranks become the default group, in which everything below happens.  vLLM makes its
+    own groups with all ranks of the default group, so a generation rank is in none, and one wire
+    of all ranks carries what crosses.  Returns that wire and whether this rank generates.
+    """
+    store, rank, size = next(dist.rendezvous("env://"))
+    trainers, wire, here = size - generation_ranks, None, int(os.environ["LOCAL_RANK"])
+    if rank >= trainers:  # its GPU is the only one that it sees: vLLM takes the first
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        visible = visible.split(",") if visible else [str(i) for i in range(size)]
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible[min(here, len(visible) - 1)]
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            del os.environ[name]  # the engine is a world of its own
+    elif torch.cuda.is_available():
+        torch.cuda.set_device(here)
+    if generation_ranks:
+        store_of_wire = dist.PrefixStore("wire", store)
+        wire = dist.ProcessGroupGloo(store_of_wire, rank, size, timedelta(hours=1))
+    if rank < trainers and trainers > 1:
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        of_trainers = dist.PrefixStore("train", store)
+        dist.init_process_group(backend, store=of_trainers, rank=rank, world_size=trainers)
+    return wire, rank >= trainers
 
 
 def world() -> int:
@@ -246,6 +283,17 @@ def gathered_embedding(module, dtype, ids):
         module.weight = shard
 
 
+def own_float32(module) -> None:
+    """Copy the weights of a module to float32, out of the mapped file that they may lie in.
+
+    A copy even of float32: a mapped tensor is not aligned, and there the same product rounds
+    otherwise than in a run that was not resumed.
+    """
+    for parameter in module.parameters():
+        if not isinstance(parameter, DTensor):  # it is a shard already
+            parameter.data = parameter.data.to(torch.float32, copy=True)
+
+
 def shard_model(model, dtype, frozen_dtype=torch.float32) -> None:
     """FSDP2: this rank keeps its rows of every weight in float32 and computes in `dtype`.
 
@@ -264,6 +312,7 @@ def shard_model(model, dtype, frozen_dtype=torch.float32) -> None:
     head.weight = embedding.weight if tied else head.weight
     embedding.forward = functools.partial(gathered_embedding, embedding, dtype)
     for module in (*decoder_layers(model), model.base_model):
+        own_float32(module)  # a layer at a time: the whole model is never in this rank's memory
         fully_shard(module, mesh=mesh, mp_policy=policy, ignored_params={embedding.weight})
         module.set_gradient_divide_factor(1.0)  # sums, as everywhere
         module.set_force_sum_reduction_for_comms(True)  # gloo has no other
@@ -325,14 +374,28 @@ def find_targets(model, targets=()) -> dict:
     """{path: nn.Linear} of the layers to train: every linear layer inside the decoder layers.
 
     `targets` narrows them by the last part of the name, such as ("q_proj", "v_proj").  Raises
-    ValueError if a name matches nothing or nothing is left.
+    ValueError if a name matches nothing or nothing is left, if the model has adapters or
+    tensor-parallel weights, or, without targets, if a tenth of its weights would stay behind.
     """
-    inside = {id(module) for module in decoder_layers(model).modules()}
+    if hasattr(model, "peft_config"):
+        raise ValueError(f"{type(model).__name__} has adapters attached; merge them first")
+    if getattr(model, "tp_size", None):
+        raise ValueError(f"the weights of {type(model).__name__} are split by tensor parallelism")
+    stack = decoder_layers(model)
+    inside = {id(module) for module in stack.modules()}
     found = {
         layer_path(name): module
         for name, module in model.named_modules()
         if isinstance(module, torch.nn.Linear) and id(module) in inside
     }
+    # Matrices that are no nn.Linear: the experts of a mixture, the Conv1D of GPT-2
+    matrices = {name: p for name, p in stack.named_parameters() if p.ndim > 1}
+    linear = {id(module.weight) for module in found.values()}
+    others = {name: p.numel() for name, p in matrices.items() if id(p) not in linear}
+    share = sum(others.values()) / max(sum(p.numel() for p in matrices.values()), 1)
+    if share > 0.1 and not targets:
+        those = f"{share:.0%} of the weights, such as {max(others, key=others.get)},"
+        raise ValueError(f"{those} are in no nn.Linear and would stay frozen; name what to train")
     names = sorted({path.rpartition(".")[2] for path in found})
     if missing := sorted(set(targets) - set(names)):
         raise ValueError(f"no linear layer is called {', '.join(missing)}; there are {names}")
@@ -413,13 +476,13 @@ class Sketches:
         }
         self.last_X = lambda: None  # its product was with the A that is gone
 
-    def widths(self):
-        """Pairs of A and the owned rows that belong to it, one for each width."""
+    def widths(self, flat):
+        """Pairs of d_in and the rows of `flat`, which is like the buffer, that go with its A."""
         start = 0
-        for d_in, A in self.A.items():
+        for d_in in self.A:
             layers = zip(self.layers.values(), self.sizes, strict=True)
             n = sum(size for module, size in layers if module.in_features == d_in)
-            yield A, self.buffer[start : start + n]
+            yield d_in, flat[start : start + n]
             start += n
 
     def detach(self) -> None:
@@ -467,7 +530,7 @@ def checkpoint_layers(model) -> None:
 
 
 # ------------------------------------------------------------------------------------------------
-# 4  RowAdam: from the sketch S to the proposal U
+# 4  RowAdam and other rules: from the sketch S to the proposal U
 # ------------------------------------------------------------------------------------------------
 
 # No first moment: the next A spans another subspace, and a moment kept in the coordinates of an
@@ -507,6 +570,46 @@ def row_adam(S, v, sizes, beta2=0.95, eps=1e-8, keep_layer_norm=True):
     return S.mul_(s[:, None])
 
 
+def newton_schulz(S, sizes, scales, steps=5, batch=32):
+    """Each layer's S [d_out, r] becomes, in place, `scales` times about its polar factor.
+
+    That is S with its singular values made one: five steps bring those above 2e-3 of ||S||_F to
+    between .68 and 1.21 (Muon, Jordan et al. 2024, takes it of the dense gradient).
+
+        X = S / ||S||_F,   five times:  Q = X^T X,   X <- X (3.4445 - 4.775 Q + 2.0315 Q^2)
+
+    All factors are polynomials of one Q, so only r x r matrices are iterated: P is the product of
+    the brackets M, and Q <- Q M^2.  S is read for the first Q, summed over ranks, and for S P.
+    sizes: the owned rows of each layer.  In S's own precision: a Q that is rounded to bfloat16 has
+    eigenvalues below zero, and each step would multiply them by twelve and more.
+    `batch` layers at a time.  A sketch of zeros gives zeros.
+    """
+    layers = S.split(sizes)
+    for i in range(0, len(layers), batch):
+        Q = rank_sum(torch.stack([X.T @ X for X in layers[i : i + batch]]))  # [layers, r, r]
+        norm = Q.diagonal(dim1=1, dim2=2).sum(1).sqrt().clamp_min(torch.finfo(S.dtype).tiny ** 0.5)
+        identity = torch.eye(S.shape[1], dtype=S.dtype, device=S.device)
+        Q = Q / norm.square()[:, None, None]
+        P = identity * (norm.new_tensor(scales[i : i + batch]) / norm)[:, None, None]
+        for step in range(steps):
+            M = 3.4445 * identity - 4.775 * Q + 2.0315 * Q @ Q
+            P, Q = P @ M, Q @ M @ M if step < steps - 1 else None
+        for X, P_l in zip(layers[i : i + batch], P, strict=True):
+            X.copy_(X @ P_l)
+    return S
+
+
+def sketch_adam(S, m, v, beta1=0.9, beta2=0.95):
+    """Adam on the entries of S, in a basis that is kept; S becomes D, m and v [as S] are updated.
+
+    D = m / sqrt(v).  Adam's bias corrections are one factor for all entries; the global size, in
+    which they would cancel, is the caller's.
+    """
+    m.lerp_(S, 1 - beta1)
+    v.mul_(beta2).addcmul_(S, S, value=1 - beta2)
+    return S.copy_(m).div_(v.sqrt().clamp_min_(torch.finfo(S.dtype).tiny))
+
+
 def projected_norm_squared(D, A) -> torch.Tensor:
     """||D A||_F^2 = <D^T D, A A^T>: two r x r matrices in place of a d_out x d_in one."""
     return ((D.T @ D).double() * (A @ A.T).double()).sum().clamp_min(0)
@@ -519,21 +622,38 @@ def norm_over_ranks(matrices) -> float:
 
 
 class LoGRA(torch.optim.Optimizer):
-    """RowAdam on sketches, whose step length is left to the caller (arXiv 2610.06647).
+    """A rule on sketches, whose step length is left to the caller (arXiv 2610.06647).
 
+    rule: from S to the direction D.  row_adam, the paper's; sketch_muon, newton_schulz with scales
+    sqrt(max(1, d_out / d_in)), no state; sketch_adam, which needs an A kept for many updates;
+    sketch_sgd, D = S.  The size of the step is the same for all.
     update_ratio: ||U A|| / ||W|| over all layers, before alpha (dimensionless; the paper: 6e-5).
     beta2, eps: decay of v per update, and the floor relative to a layer's mean root (0.95, 1e-8).
-    keep_layer_norm: whether each layer keeps the norm of its own sketch.
+    keep_layer_norm: whether each layer keeps the norm of its own sketch (row_adam).
 
     backward() any number of times, then propose(tokens), then step(alpha).
     """
 
-    def __init__(self, sketches, update_ratio=6e-5, beta2=0.95, eps=1e-8, keep_layer_norm=True):
+    def __init__(
+        self,
+        sketches,
+        update_ratio=6e-5,
+        beta2=0.95,
+        eps=1e-8,
+        keep_layer_norm=True,
+        rule="row_adam",
+    ):
+        if rule not in ("row_adam", "sketch_muon", "sketch_adam", "sketch_sgd"):
+            raise ValueError(f"there is no rule {rule!r}")
         options = {"beta2": beta2, "eps": eps, "keep_layer_norm": keep_layer_norm}
         weights = [module.weight for module in sketches.layers.values()]
         super().__init__(weights, {"update_ratio": update_ratio, **options})
-        self.sketches = sketches
-        self.v = sketches.buffer.new_zeros(len(sketches.buffer))  # [owned rows]
+        self.sketches, self.rule, buffer = sketches, rule, sketches.buffer
+        self.moments = {}  # of the owned rows
+        if rule == "row_adam":
+            self.moments = {"v": buffer.new_zeros(len(buffer))}
+        if rule == "sketch_adam":
+            self.moments = {"m": torch.zeros_like(buffer), "v": torch.zeros_like(buffer)}
         self.update, self.sketch_norm = 0, 0.0
         check_same(sketches.A.values(), "projections")
 
@@ -551,12 +671,18 @@ class LoGRA(torch.optim.Optimizer):
         self.sketch_norm = norm_over_ranks([S])
         if not math.isfinite(self.sketch_norm):
             raise FloatingPointError(f"the sketch of update {self.update} is not finite")
-        update_ratio = options.pop("update_ratio")
+        update_ratio, layers = options.pop("update_ratio"), sketches.layers.values()
         del options["params"]
-        row_adam(S, self.v, sketches.sizes, **options)
-        D_norm = sum(projected_norm_squared(D, A) for A, D in sketches.widths())
+        if self.rule == "row_adam":
+            row_adam(S, self.moments["v"], sketches.sizes, **options)
+        if self.rule == "sketch_muon":
+            scales = [max(1, m.out_features / m.in_features) ** 0.5 for m in layers]
+            newton_schulz(S, sketches.sizes, scales)
+        if self.rule == "sketch_adam":
+            sketch_adam(S, **self.moments, beta2=options["beta2"])
+        D_norm = sum(projected_norm_squared(D, sketches.A[d]) for d, D in sketches.widths(S))
         D_norm = rank_sum(D_norm).sqrt().item()
-        W_norm = norm_over_ranks([local(module.weight) for module in sketches.layers.values()])
+        W_norm = norm_over_ranks([local(module.weight) for module in layers])
         sketches.buffer.mul_(update_ratio * W_norm / D_norm if D_norm else 0.0)
         sketches.proposed = True
 
@@ -578,8 +704,24 @@ class LoGRA(torch.optim.Optimizer):
             factors[path] = gather_rows(part, module.out_features)
         self.update += 1
         sketches.buffer.zero_()
+        old = sketches.A
         sketches.redraw(self.update)
+        if "m" in self.moments:  # G A^T in the new basis, by the estimate that G = m A
+            for d_in, m in sketches.widths(self.moments["m"]):
+                if not torch.equal(old[d_in], A := sketches.A[d_in]):
+                    m.copy_(m @ (old[d_in] @ A.T))
         return factors
+
+    @torch.no_grad()
+    def take_back(self, factors: dict, back: float) -> None:
+        """W <- W + bfloat16(back F) A, for the factors that step() has just returned."""
+        sketches, projections = self.sketches, {}
+        for path, module in sketches.layers.items():
+            if (d_in := module.in_features) not in projections:
+                draw = (d_in, self.update - 1, sketches.buffer)  # step() has drawn the next
+                projections[d_in] = draw_projection(*draw, **sketches.settings)
+            part = taken_back(factors[path], back)[owned(module.out_features)]
+            subtract_factor(local(module.weight), part, projections[d_in])
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget what backward has added since the last step."""
@@ -589,23 +731,25 @@ class LoGRA(torch.optim.Optimizer):
     def state_dict(self) -> dict:
         """Tensors and plain numbers: loads with torch.load(..., weights_only=True).
 
-        All ranks must call; v is whole, so that it fits another number of ranks.
+        All ranks must call; moments are whole, so that they fit another number of ranks.
         """
-        sketches = self.sketches
-        parts = zip(self.v.split(sketches.sizes), sketches.layers.values(), strict=True)
-        v = torch.cat([gather_rows(part, module.out_features) for part, module in parts])
-        settings = {**sketches.settings, "layers": list(sketches.layers)}
-        return {"update": self.update, "v": v, "settings": settings}
+        sketches, moments = self.sketches, {}
+        for name, rows in self.moments.items():
+            parts = zip(rows.split(sketches.sizes), sketches.layers.values(), strict=True)
+            moments[name] = torch.cat([gather_rows(part, m.out_features) for part, m in parts])
+        settings = {"rule": self.rule, **sketches.settings, "layers": list(sketches.layers)}
+        return {"update": self.update, **moments, "settings": settings}
 
     def load_state_dict(self, state: dict) -> None:
-        """Raises ValueError if the state was made with another rank, seed, kind or layers."""
+        """Raises ValueError if the state is of another rule, rank, seed, kind or set of layers."""
         for key, value in self.state_dict()["settings"].items():
             if (was := state["settings"].get(key)) != value:
                 was, value = str(was)[:60], str(value)[:60]  # the layers are many
                 raise ValueError(f"the checkpoint has {key} {was}, this run has {key} {value}")
         self.update = state["update"]
-        parts = state["v"].split([m.out_features for m in self.sketches.layers.values()])
-        self.v.copy_(torch.cat([part[owned(len(part))] for part in parts]))
+        for name, rows in self.moments.items():
+            parts = state[name].split([m.out_features for m in self.sketches.layers.values()])
+            rows.copy_(torch.cat([part[owned(len(part))] for part in parts]))
         self.zero_grad()
         self.sketches.redraw(self.update)
         check_same(self.sketches.A.values(), "projections")
@@ -759,7 +903,9 @@ def response_hidden(model, samples, device):
     generated = torch.zeros_like(ids, dtype=torch.bool)
     for i, s in enumerate(samples):
         generated[i, len(s.prompt) : len(s.prompt) + len(s.completion)] = True
-    hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state  # [B, L, H]
+    # Not model.base_model(...): an engine that serves by transformers' own class rewrites its call
+    output = torch.nn.Module.__call__(model.base_model, input_ids=ids, use_cache=False)
+    hidden = output.last_hidden_state  # [B, L, H]
     return hidden[:, :-1][generated[:, 1:]], ids[generated]  # position t - 1 predicts token t
 
 
@@ -769,7 +915,7 @@ def policy_head(model):
     The head is frozen; of a sharded one the weight is gathered here, once, and kept as long as the
     function is.  All ranks must call.
     """
-    head, config = model.get_output_embeddings(), model.config
+    head, config = model.get_output_embeddings(), model.config.get_text_config()
     W, bias = whole(head.weight), None if head.bias is None else whole(head.bias)
     scale = getattr(config, "logit_scale", None) or 1.0  # Cohere
     scale /= getattr(config, "logits_scaling", None) or 1.0  # Granite
@@ -809,14 +955,18 @@ def probe_mode(model, sketches=None):
 
     ALL_ATTENTION_FUNCTIONS.register("logra_probe", blockwise_attention)
     ALL_MASK_ATTENTION_FUNCTIONS.register("logra_probe", eager_mask)
-    before = model.config._attn_implementation
+    before, experts = model.config._attn_implementation, model.config._experts_implementation
     model.set_attn_implementation("logra_probe")
+    if experts:  # of a mixture: their grouped product has no forward mode either
+        model.set_experts_implementation("eager")
     try:
         if sketches:
             sketches.probing = True
         yield
     finally:
         model.set_attn_implementation(before)
+        if experts:
+            model.set_experts_implementation(experts)
         if sketches:
             sketches.probing = False
 
@@ -969,6 +1119,17 @@ class KLControl:
             return 1.0  # nothing moves, so any step will do
         return min(self.alpha_max, interpolate(self.budget(update), kls, steps, 1 / 2))
 
+    def excess(self, realised: float, update: int) -> float:
+        """The share of a step to take back, at most .9, so that its realised KL is the budget.
+
+        0 within the budget.  Raises FloatingPointError if the realised KL is not finite.
+        """
+        if not realised < math.inf:
+            raise FloatingPointError(f"the realised KL of update {update} is {realised}")
+        if not self.enabled or realised <= self.budget(update):
+            return 0.0
+        return 1 - max(0.1, math.sqrt(self.budget(update) / realised))
+
     def grid(self) -> list:
         """Sixteen steps for the linearised predictor, down to a thousandth of alpha_max."""
         return [self.alpha_max * 1024 ** (i / 15 - 1) for i in range(16)]
@@ -1069,7 +1230,7 @@ class SketchSync:
     def sync_weights(self, weights, settings: dict, ranks: int) -> None:
         """Take the trainer's float32 weights, pairs (path, W): at the start, and for --sync full.
 
-        ranks: how many hold the trainer's rows.  Raises RuntimeError if a layer is not in this
+        ranks: how many hold the trainer's rows.  Raises StopRun if a layer is not in this
         engine or has another shape.
         """
         self.logra_settings, self.logra_ranks, self.logra_masters = settings, ranks, {}
@@ -1077,20 +1238,21 @@ class SketchSync:
         for path, W in weights:
             view = engine_rows(self.get_model(), modules, path)
             if view.shape != W.shape:
-                raise RuntimeError(f"{path}: engine {list(view.shape)}, trainer {list(W.shape)}")
+                raise StopRun(f"{path}: engine {list(view.shape)}, trainer {list(W.shape)}")
             same = view.dtype == W.dtype
             self.logra_masters[path] = view if same else W.detach().to("cpu", copy=True)
             view.copy_(W)
 
-    def sync_factors(self, factors: dict, update: int) -> None:
+    def sync_factors(self, factors: dict, update: int, back: float = 0.0) -> None:
         """W <- W - F A for {path: F}, A redrawn from the number of the update, then round.
 
-        Raises RuntimeError, before anything is written, unless every target layer would be.
+        back: the share of the step that the trainer took back, in the same two products.
+        Raises StopRun, before anything is written, unless every target layer would be.
         """
         rank, masters = self.logra_settings["rank"], self.logra_masters
         wanted = {(path, (len(W), rank)) for path, W in masters.items()}
         if wrong := wanted ^ {(path, tuple(factor.shape)) for path, factor in factors.items()}:
-            raise RuntimeError(f"factors and target layers differ: {sorted(wrong)}")
+            raise StopRun(f"factors and target layers differ: {sorted(wrong)}")
         modules, projections = dict(self.get_model().named_modules()), {}
         for path, factor in factors.items():
             view, master = engine_rows(self.get_model(), modules, path), self.logra_masters[path]
@@ -1098,7 +1260,8 @@ class SketchSync:
             W = master.to(factor.device)  # the product is made where the trainer made it
             if d_in not in projections:
                 projections[d_in] = draw_projection(d_in, update, W, **self.logra_settings)
-            subtract_factor(W, factor, projections[d_in], self.logra_ranks)
+            for part in (factor, taken_back(factor, back)) if back else (factor,):
+                subtract_factor(W, part, projections[d_in], self.logra_ranks)
             for copy in (master, view):
                 if copy.data_ptr() != W.data_ptr():
                     copy.copy_(W)
@@ -1112,7 +1275,7 @@ class SketchSync:
 def engine_rows(engine_model, modules: dict, path: str) -> torch.Tensor:
     """The rows of vLLM's parameter for the layer `path`; q, k, v and gate, up are fused there.
 
-    Raises RuntimeError if there is no such layer.
+    Raises StopRun if there is no such layer.
     """
     if path in modules:
         return modules[path].weight.data
@@ -1122,18 +1285,20 @@ def engine_rows(engine_model, modules: dict, path: str) -> torch.Tensor:
         if leaf in parts and module is not None:
             sizes, i = module.output_partition_sizes, parts.index(leaf)
             return module.weight.data.narrow(0, sum(sizes[:i]), sizes[i])
-    raise RuntimeError(f"the engine has no layer {path}: its weights would not be updated")
+    raise StopRun(f"the engine has no layer {path}: its weights would not be updated")
 
 
 class VLLMGenerator:
     """The policy in a vLLM engine in this process.  Token ids in, token ids out, never text.
 
     generate(prompts, seeds, ...) -> Samples, one for each prompt and seed
-    update(factors, update)          W -= F A in the engine
-    load(weights)                    the weights whole
+    update(factors, update, back)    W -= F A in the engine, but for a share that is taken back
+    load(weights)                    the weights whole, pairs (path, W)
     """
 
-    def __init__(self, model_dir, eos_ids, max_length, settings, dtype="float32", kv_gib=1.0):
+    def __init__(
+        self, model_dir, eos_ids, max_length, settings, dtype="float32", kv_gib=1.0, alone=False
+    ):
         on_cpu = not torch.cuda.is_available()
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # tensors pass by reference
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -1150,7 +1315,7 @@ class VLLMGenerator:
         if on_cpu:  # or vLLM packs the weights away, and writing to them changes nothing
             layer_utils.dispatch_cpu_unquantized_gemm = plain_cpu_linear
         self.vllm, self.eos_ids, self.settings = vllm, list(eos_ids), settings
-        self.on_cpu, self.asleep = on_cpu, False
+        self.can_sleep, self.asleep = not (on_cpu or alone), False
         self.llm = vllm.LLM(
             str(model_dir),
             dtype=dtype,
@@ -1162,7 +1327,7 @@ class VLLMGenerator:
             enforce_eager=on_cpu,
             kv_cache_memory_bytes=int(kv_gib * 2**30),
             gpu_memory_utilization=0.01,  # no share of the GPU is claimed beyond what is used
-            enable_sleep_mode=not on_cpu,  # on a GPU the engine makes room while the trainer works
+            enable_sleep_mode=self.can_sleep,  # it makes room on the GPU while the trainer works
             logprobs_mode="processed_logprobs",  # after the temperature: what was sampled from
             generation_config="vllm",  # not the model's: every sampling field is set below
             skip_tokenizer_init=True,
@@ -1173,6 +1338,8 @@ class VLLMGenerator:
 
     def generate(self, prompts, seeds, max_new_tokens, temperature=1.0) -> list:
         """One Sample for each prompt (token ids) and seed; temperature 0 is greedy."""
+        if not prompts:
+            return []
         self.wake()
         self.llm.reset_prefix_cache()  # so that what came before cannot matter, not even by a bit
         fixed = dict.fromkeys(("min_p", "presence_penalty", "frequency_penalty"), 0.0)
@@ -1182,7 +1349,7 @@ class VLLMGenerator:
         params = [self.vllm.SamplingParams(seed=seed, **fixed) for seed in seeds]
         requests = [{"prompt_token_ids": ids} for ids in prompts]
         outputs = [o.outputs[0] for o in self.llm.generate(requests, params, use_tqdm=False)]
-        if not self.on_cpu:  # level 1 keeps the weights, on the host; level 2 would lose them
+        if self.can_sleep:  # level 1 keeps the weights, on the host; level 2 would lose them
             self.llm.sleep(level=1)
             self.asleep = True
         return [
@@ -1196,20 +1363,21 @@ class VLLMGenerator:
             self.llm.wake_up()
         self.asleep = False
 
-    def update(self, factors: dict, update: int) -> int:
-        """Apply one update by its factors.  Returns the bytes that a wire would carry."""
+    def update(self, factors: dict, update: int, back: float = 0.0) -> None:
+        """Apply one update by its factors."""
         self.wake()
-        self.llm.collective_rpc("sync_factors", args=(factors, update))
+        self.llm.collective_rpc("sync_factors", args=(factors, update, back))
         self.llm.reset_prefix_cache()  # keys and values of the old weights
-        return sum(f.numel() * f.element_size() for f in factors.values())
 
-    def load(self, weights: dict) -> int:
-        """Replace the target weights whole.  Returns the bytes that a wire would carry."""
+    def load(self, weights, ranks=None) -> None:
+        """Replace the target weights whole; weights: pairs (path, W), one gathered at a time.
+
+        ranks: the number that holds the trainer's rows (default: all).
+        """
         self.wake()
-        pairs = ((path, whole(W)) for path, W in weights.items())  # one gathered at a time
-        self.llm.collective_rpc("sync_weights", args=(pairs, self.settings, world()))
+        pairs = ((path, whole(W)) for path, W in weights)
+        self.llm.collective_rpc("sync_weights", args=(pairs, self.settings, ranks or world()))
         self.llm.reset_prefix_cache()
-        return sum(W.numel() * W.element_size() for W in weights.values())
 
     def read(self) -> dict:
         """{path: weights} of the target layers as the engine has them."""
@@ -1220,6 +1388,100 @@ class VLLMGenerator:
 def plain_cpu_linear(layer, remove_weight) -> None:
     """vLLM's choice of a CPU kernel, made once: the one that reads the weight it is given."""
     layer.cpu_linear = F.linear
+
+
+def exchange(wire, message) -> tuple:
+    """What each rank of the wire has to say, in their order, and the bytes of all that."""
+    mine = torch.frombuffer(bytearray(pickle.dumps(message)), dtype=torch.uint8)
+    sizes = [torch.zeros(1, dtype=torch.long) for _ in range(wire.size())]
+    wire.allgather([sizes], [torch.tensor([len(mine)])]).wait()
+    said = [torch.zeros(max(sizes), dtype=torch.uint8) for _ in sizes]
+    padded = F.pad(mine, (0, len(said[0]) - len(mine)))
+    wire.allgather([said], [padded]).wait()
+    return [pickle.loads(x.numpy()) for x in said], sum(map(int, sizes))
+
+
+class RemoteGenerator:
+    """The same methods, and stop(), on a training rank whose engines are ranks of their own.
+
+    All training ranks call together.  Token ids and seeds go over, token ids and log-probs come
+    back, and after an update the factors in bfloat16 with its number.  crossed: bytes of all that
+    since generate() was last called.
+    """
+
+    def __init__(self, wire, *engine):
+        self.wire, self.crossed = wire, 0
+        self.ask("start", *engine)
+
+    def ask(self, *request) -> list:
+        """The requests of all training ranks, which the generation ranks have heard."""
+        requests, size = exchange(self.wire, request)
+        self.crossed += size
+        return requests[: world()]
+
+    def generate(self, prompts, seeds, max_new_tokens, temperature=1.0) -> list:
+        """As VLLMGenerator.generate: the prompts of all training ranks, split among engines."""
+        self.crossed = 0
+        asked = self.ask("generate", max_new_tokens, temperature, prompts, seeds)
+        answers, size = exchange(self.wire, None)
+        self.crossed += size
+        answers = [answer for part in answers[world() :] for answer in part]
+        start = sum(len(request[-1]) for request in asked[: my_rank()])
+        answers = answers[start : start + len(prompts)]
+        return [Sample(ids, *answer) for ids, answer in zip(prompts, answers, strict=True)]
+
+    def update(self, factors: dict, update: int, back: float = 0.0) -> None:
+        """Send the factors, the number of the update and the share that is taken back."""
+        self.ask("update", {path: tuple(f.shape) for path, f in factors.items()}, update, back)
+        self.send(factors.items())
+
+    def load(self, weights) -> None:
+        """Send the weights whole, one gathered at a time."""
+        weights = list(weights)
+        self.ask("load", {path: tuple(W.shape) for path, W in weights}, world())
+        self.send((path, whole(W)) for path, W in weights)
+
+    def send(self, tensors) -> None:
+        """Broadcast the tensors of pairs (path, tensor) from the first training rank."""
+        for _, tensor in tensors:
+            self.wire.broadcast(tensor := tensor.cpu().contiguous(), 0).wait()
+            self.crossed += tensor.numel() * tensor.element_size()
+
+    def stop(self) -> None:
+        self.ask("stop")
+
+
+def serve(wire, start) -> None:
+    """What a generation rank does: start an engine by start(...), generate, update, until "stop".
+
+    Whatever raises here ends this rank, and torchrun then the others.
+    """
+
+    def receive(shapes, dtype):
+        for path, shape in shapes.items():
+            wire.broadcast(tensor := torch.empty(shape, dtype=dtype), 0).wait()
+            yield path, tensor.to(device)
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    while True:
+        asked = [request for request in exchange(wire, None)[0] if request]  # by training ranks
+        verb, *args = asked[0]
+        if verb == "start":
+            generator = start(*args)
+        elif verb == "generate":
+            prompts, seeds = ([x for request in asked for x in request[i]] for i in (3, 4))
+            n, engines, mine = len(prompts), wire.size() - len(asked), wire.rank() - len(asked)
+            share = slice(mine * n // engines, (mine + 1) * n // engines)
+            samples = generator.generate(prompts[share], seeds[share], *args[:2])
+            exchange(wire, [(s.completion, s.logprobs, s.finished) for s in samples])
+        elif verb == "update":
+            shapes, *numbers = args
+            generator.update(dict(receive(shapes, torch.bfloat16)), *numbers)
+        elif verb == "load":
+            shapes, ranks = args
+            generator.load(receive(shapes, torch.float32), ranks)
+        else:
+            return
 
 
 class HFGenerator:
@@ -1269,9 +1531,8 @@ class HFGenerator:
             samples.append(Sample(prompt, ids[:n], logp[:n], True in end))
         return samples
 
-    def update(self, *_) -> int:
+    def update(self, *_) -> None:
         """Nothing to send: the weights are the trainer's."""
-        return 0
 
     load = update
 
@@ -1419,6 +1680,7 @@ def grpo(model, generator, optimizer, control, draw, reward, config, first_step=
 
         for repeat in range(config.updates_per_batch if sums["alive"] else 1):
             update, alpha, predicted, realised, sent = optimizer.update, 0.0, None, None, 0
+            back = 0.0
             # 3  adds dY^T (X A^T) to S
             if sums["alive"]:
                 difference = backward(model, alive or samples[:1], config, first=repeat == 0)
@@ -1432,13 +1694,13 @@ def grpo(model, generator, optimizer, control, draw, reward, config, first_step=
                 clock.lap("update")
                 # 5  how far the KL budget lets it go
                 check = config.kl_check_every and update % config.kl_check_every == 0
+                check = check or config.verify_step
                 curve, alpha = None, 1.0
                 if sketches or check:
                     with compute():
                         curve, before = predict_kl(model, sketches, probe, steps=grid, **kl)
                 if sketches:
                     alpha = control.scale(curve, update)
-                    predicted = kl_at(curve, alpha)
                 clock.lap("probe")
                 # 6  W -= F A, F = alpha U rounded; a new A
                 factors = optimizer.step(alpha)
@@ -1446,12 +1708,20 @@ def grpo(model, generator, optimizer, control, draw, reward, config, first_step=
                 if check:
                     with compute():
                         realised = realised_kl(model, probe, before, **kl)
+                if config.verify_step and (back := control.excess(realised, update)):
+                    optimizer.take_back(factors, back)
+                    alpha *= 1 - back
+                    with compute():
+                        realised = realised_kl(model, probe, before, **kl)
+                predicted = kl_at(curve, alpha) if sketches else None
                 clock.lap("probe")
                 # 7  send the factor and a number, not W
                 if config.sync == "factors":
-                    sent = generator.update(factors, update)
+                    generator.update(factors, update, back)
                 else:
-                    sent = generator.load(weights)
+                    generator.load(weights.items())
+                sent = factors if config.sync == "factors" else weights
+                sent = sum(x.numel() * x.element_size() for x in sent.values())
                 clock.lap("sync")
 
             yield {
@@ -1466,6 +1736,7 @@ def grpo(model, generator, optimizer, control, draw, reward, config, first_step=
                 "update_ratio": alpha * optimizer.param_groups[0].get("update_ratio", 0.0),
                 "grad_sketch_norm": optimizer.sketch_norm if sums["alive"] else 0.0,
                 "sync_bytes": sent,
+                "wire_bytes": getattr(generator, "crossed", 0),  # to and from generation ranks
                 "tokens_per_second": tokens / sum(clock.seconds.values()),
                 "peak_gib": peak_gib(),
                 "seconds": clock.seconds,

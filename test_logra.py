@@ -70,6 +70,7 @@ Row 24, sleep level 2 of an engine on a GPU, is not tested: level 1 alone is use
 
 import contextlib
 import copy
+import datetime
 import fcntl
 import functools
 import io
@@ -77,11 +78,13 @@ import itertools
 import json
 import math
 import os
+import random
 import shutil
 import signal
 import statistics
 import subprocess
 import sys
+import threading
 import time
 import types
 import weakref
@@ -137,7 +140,8 @@ def tiny(family, dtype=torch.float32, seed=0, peak=1.0, **kw):
         "tie_word_embeddings": False,
         **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
     }
-    config = getattr(transformers, f"{family}Config")(**{**shape, **kw})
+    text = "Text" if family == "Gemma3" else ""
+    config = getattr(transformers, f"{family}{text}Config")(**{**shape, **kw})
     torch.manual_seed(seed)
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval().to(dtype)
     with torch.no_grad():
@@ -183,10 +187,10 @@ def rel(a, b):
     return ((a.double() - b.double()).norm() / b.double().norm()).item()
 
 
-def sketched(model, rank=8, samples=None, update_ratio=1e-3, **kw):
+def sketched(model, rank=8, samples=None, update_ratio=1e-3, rule="row_adam", **kw):
     """Sketches and optimizer; with samples, U of their weighted log-prob stands in the buffer."""
     sketches = logra.attach_sketches(model, rank, **kw)
-    optimizer = logra.LoGRA(sketches, update_ratio)
+    optimizer = logra.LoGRA(sketches, update_ratio, rule=rule)
     if samples:
         (-weighted_logp(model, samples)).backward()
         optimizer.propose(sum(len(s.completion) for s in samples))
@@ -324,7 +328,7 @@ def test_refresh_keeps_a_projection_for_so_many_updates(refresh):
 
 
 def test_unknown_projection_raises():
-    """Neither rademacher nor gaussian: ValueError, which names it."""
+    """Neither rademacher, gaussian nor identity: ValueError, which names it."""
     with pytest.raises(ValueError, match="'sparse'"):
         logra.make_projection(2, 3, 0, "sparse")
 
@@ -547,6 +551,9 @@ def test_summary_counts_what_is_trained_and_frozen(capsys):
 # ------------------------------------------------------------------------------------------------
 
 
+RULES = ("row_adam", "sketch_muon", "sketch_adam", "sketch_sgd")
+
+
 def row_adam64(S, v, t, beta2=0.95, eps=1e-8, keep=True):
     """RowAdam of one layer as method.md states it, in float64: D and the new v."""
     v = beta2 * v + (1 - beta2) * (S**2).mean(1)
@@ -608,10 +615,11 @@ def test_rows_and_layers_without_gradient_do_not_move(keep):
     assert ratio[0].item() == pytest.approx(1 if keep else (5 / 4) ** 0.5, rel=1e-5)
 
 
-def test_zero_sketch_proposes_nothing():
+@pytest.mark.parametrize("rule", RULES)
+def test_zero_sketch_proposes_nothing(rule):
     """S = 0: U = 0, F = 0, W stays, and nothing is NaN."""
     model = tiny_llama()
-    sketches, optimizer = sketched(model)
+    sketches, optimizer = sketched(model, rule=rule)
     before = copy.deepcopy(model.state_dict())
     optimizer.propose(7)
     assert (sketches.buffer == 0).all()
@@ -630,7 +638,7 @@ def test_nan_in_the_sketch_moves_no_weight(bad):
     with pytest.raises(FloatingPointError, match="update 0"):
         optimizer.propose(4)
     assert all(torch.equal(before[k], W) for k, W in model.state_dict().items())
-    assert (optimizer.v == 0).all() and optimizer.update == 0
+    assert (optimizer.moments["v"] == 0).all() and optimizer.update == 0
     optimizer.zero_grad()
     weighted_logp(model, samples).backward()
     optimizer.propose(4)
@@ -722,10 +730,11 @@ def test_factor_is_subtracted_in_the_precision_of_the_weights(dtype, tolerance):
     assert (W.double() - expected).abs().max() < tolerance < (wrong - expected).abs().max() / 100
 
 
-def test_no_state_of_width_r_lives_between_updates():
-    """Between updates there is v [sum d_out] and a number; S, U and their moments are gone."""
+@pytest.mark.parametrize("rule", ["row_adam", "sketch_muon", "sketch_sgd"])
+def test_no_state_of_width_r_lives_between_updates(rule):
+    """Between updates there is v [sum d_out], or nothing, and a number; S and U are gone."""
     model = tiny_llama()
-    sketches, optimizer = sketched(model, 13, answers([4]))
+    sketches, optimizer = sketched(model, 13, answers([4]), rule=rule)
     optimizer.step(1.0)
 
     def tensors(x):
@@ -736,15 +745,17 @@ def test_no_state_of_width_r_lives_between_updates():
                 yield from tensors(value)
 
     rows = 2 * (64 + 32 + 32 + 64 + 96 + 96 + 64)
-    assert [tuple(t.shape) for t in tensors(optimizer.state_dict())] == [(rows,)]
-    assert [tuple(t.shape) for t in tensors(vars(optimizer))] == [(rows,)]
+    state = [(rows,)] if rule == "row_adam" else []
+    assert [tuple(t.shape) for t in tensors(optimizer.state_dict())] == state
+    assert [tuple(t.shape) for t in tensors(vars(optimizer))] == state
     assert not optimizer.state and (sketches.buffer == 0).all()
 
 
-def test_state_dict_roundtrip_is_bitwise():
+@pytest.mark.parametrize("rule", RULES)
+def test_state_dict_roundtrip_is_bitwise(rule):
     """Saved, loaded with weights_only=True: the next update is the same to the bit, A included."""
     samples, model = answers([4, 6]), tiny_qwen2()
-    sketches, optimizer = sketched(model, samples=samples)
+    sketches, optimizer = sketched(model, samples=samples, rule=rule)
     optimizer.step(1.0)
     file = io.BytesIO()
     torch.save([optimizer.state_dict(), model.state_dict()], file)
@@ -752,7 +763,7 @@ def test_state_dict_roundtrip_is_bitwise():
     state, weights = torch.load(file, weights_only=True)
     twin = tiny_qwen2(seed=1)
     twin.load_state_dict(weights)
-    twin_sketches, twin_optimizer = sketched(twin)
+    twin_sketches, twin_optimizer = sketched(twin, rule=rule)
     assert not torch.equal(twin_sketches.A[64], sketches.A[64])
     twin_optimizer.load_state_dict(state)
     assert twin_optimizer.update == 1
@@ -761,22 +772,172 @@ def test_state_dict_roundtrip_is_bitwise():
         o.propose(10)
         o.step(1.0)
     assert all(torch.equal(twin_sketches.A[d], A) for d, A in sketches.A.items())
-    assert torch.equal(twin_optimizer.v, optimizer.v)
+    assert_same_tensors(twin_optimizer.moments, optimizer.moments)
     assert all(torch.equal(W, model.state_dict()[k]) for k, W in twin.state_dict().items())
 
 
 @pytest.mark.parametrize(
     "change",
-    [{"rank": 9}, {"seed": 1}, {"kind": "gaussian"}, {"refresh": 2}, {"targets": ["q_proj"]}],
+    [
+        *({"rank": 9}, {"seed": 1}, {"kind": "gaussian"}, {"refresh": 2}, {"targets": ["q_proj"]}),
+        *({"rule": "sketch_muon"}, {"rule": "sketch_adam"}),
+    ],
 )
 def test_state_of_another_run_is_refused(change):
-    """Another rank, seed, kind, refresh or set of layers: ValueError, and nothing is taken over."""
+    """Another rank, seed, kind, refresh, rule or set of layers: ValueError, nothing taken over."""
     _, optimizer = sketched(tiny_llama(), 8, answers([4]))
     optimizer.step(1.0)
     _, other = sketched(tiny_llama(), **{"rank": 8, **change})
     with pytest.raises(ValueError, match="layers" if "targets" in change else next(iter(change))):
         other.load_state_dict(optimizer.state_dict())
-    assert other.update == 0 and (other.v == 0).all()
+    assert other.update == 0 and all((x == 0).all() for x in other.moments.values())
+
+
+def newton_schulz64(S):
+    """Five steps of the quintic on X itself, in float64: no Gram form."""
+    X = S.double() / S.double().norm()
+    for _ in range(5):
+        Q = X.T @ X
+        X = 3.4445 * X + X @ (-4.775 * Q + 2.0315 * Q @ Q)
+    return X
+
+
+def test_newton_schulz_is_about_the_polar_factor():
+    """Layer by layer, tall, wide and of zeros: U V^T of the SVD within .68 to 1.21, and the plain
+    iteration to 1e-4.  A fourth step, or one norm for all layers, would be another matrix."""
+    g = torch.Generator().manual_seed(0)
+    sizes, scales, r = [40, 7, 5, 12], [1.0, 2.5, 1.0, 1.0], 12
+    S = torch.randn(64, r, generator=g) * torch.logspace(0, -1, r)
+    S[40:47] *= 1e-6
+    S[47:52] = 0
+    S[52:] *= 1e6
+    D = logra.newton_schulz(S.clone(), sizes, scales, batch=3)
+    assert (D[47:52] == 0).all()
+    for D_l, S_l, scale in zip(D.split(sizes), S.split(sizes), scales):
+        if not S_l.any():
+            continue
+        U, sigma, Vh = torch.linalg.svd(S_l.double(), full_matrices=False)
+        inside = U.T @ (D_l.double() / scale) @ Vh.T  # diagonal: the singular vectors stay
+        assert (inside - inside.diag().diag()).abs().max() < 1e-4
+        reached = sigma > 2e-3 * sigma.norm()
+        assert reached.sum() > 4
+        assert 0.68 < inside.diag()[reached].min() and inside.diag()[reached].max() < 1.21
+        assert rel(D_l, scale * newton_schulz64(S_l)) < 1e-4
+    four = logra.newton_schulz(S.clone(), sizes, scales, steps=4)
+    assert rel(four, D) > 0.05
+    assert rel(logra.newton_schulz(S.clone(), [64], [1.0]), D) > 0.5
+
+
+def test_sketch_muon_proposes_the_polar_factors_of_all_layers():
+    """D = sqrt(max(1, d_out / d_in)) polar(S), all layers together of size update_ratio."""
+    model, samples = tiny_qwen2(dtype=torch.float64), answers([9, 9])
+    plain = copy.deepcopy(model)
+    sketches, _ = sketched(model, samples=samples, rule="sketch_muon")
+    G = dense_gradients(plain, sketches.layers, samples)
+    D, total, W2 = {}, 0.0, 0.0
+    for path, module in sketches.layers.items():
+        A, W = sketches.A[module.in_features], module.weight.detach()
+        D[path] = -(max(1, len(W) / W.shape[1]) ** 0.5) * newton_schulz64(G[path] @ A.T)
+        total, W2 = total + (D[path] @ A).square().sum(), W2 + W.square().sum()
+    for path in sketches.layers:
+        assert rel(sketches.rows[path], D[path] * 1e-3 * (W2 / total).sqrt()) < 1e-6
+    up, q = (sketches.rows[LAYERS[i]].norm().item() for i in (5, 0))
+    assert up / q == pytest.approx(1.5**0.5, rel=0.2)  # d_out / d_in is 96 / 64
+
+
+@pytest.mark.parametrize("refresh", [1, 2, 0])
+def test_sketch_adam_is_adam_with_its_first_moment_taken_to_the_new_basis(refresh):
+    """Five updates in float64: m, v as published; m <- m A_old A_new^T where A changes, v stays."""
+    torch.manual_seed(0)
+    model, ratio = Stack(9, 7, 5, bias=False).double(), 1e-2
+    sketches, optimizer = sketched(
+        model, 4, update_ratio=ratio, rule="sketch_adam", refresh=refresh
+    )
+    m, v, stale = {}, {}, {}
+    for t in range(1, 6):
+        A = dict(sketches.A)
+        D, W2, total = {}, 0.0, 0.0
+        for path, module in sketches.layers.items():
+            S = torch.randn(module.out_features, 4).double()
+            sketches.rows[path].copy_(S)
+            m[path] = 0.9 * m.get(path, 0) + 0.1 * S
+            stale[path] = 0.9 * stale.get(path, 0) + 0.1 * S
+            v[path] = 0.95 * v.get(path, 0) + 0.05 * S**2
+            D[path] = m[path] / (1 - 0.9**t) / (v[path] / (1 - 0.95**t)).sqrt()
+            W2 = W2 + module.weight.detach().square().sum()
+            total = total + (D[path] @ A[module.in_features]).square().sum()
+        optimizer.propose(1)
+        for path, D_l in D.items():
+            assert rel(sketches.rows[path], ratio * (W2 / total).sqrt() * D_l) < 1e-9
+        optimizer.step()
+        for path, module in sketches.layers.items():
+            new = A[module.in_features], sketches.A[module.in_features]
+            if refresh and t % refresh == 0:
+                m[path] = m[path] @ new[0] @ new[1].T
+            else:
+                assert torch.equal(*new)
+    kept = torch.cat([m[path] for path in sketches.layers])
+    assert rel(optimizer.moments["m"], kept) < 1e-9
+    wrong = rel(optimizer.moments["m"], torch.cat([stale[path] for path in sketches.layers]))
+    assert wrong > 0.5 if refresh else wrong < 1e-9
+
+
+def test_sketch_sgd_proposes_the_sketch_itself():
+    """U = update_ratio ||W|| / ||S A|| S, one factor for all layers."""
+    model, samples = tiny_qwen2(dtype=torch.float64), answers([4, 6])
+    plain = copy.deepcopy(model)
+    sketches, _ = sketched(model, samples=samples, rule="sketch_sgd")
+    G = dense_gradients(plain, sketches.layers, samples)
+    S, total, W2 = {}, 0.0, 0.0
+    for path, module in sketches.layers.items():
+        A, W = sketches.A[module.in_features], module.weight.detach()
+        S[path] = -G[path] @ A.T
+        total, W2 = total + (S[path] @ A).square().sum(), W2 + W.square().sum()
+    for path, S_l in S.items():
+        assert rel(sketches.rows[path], 1e-3 * (W2 / total).sqrt() * S_l) < 1e-9
+
+
+def test_identity_projection_makes_row_adam_dense():
+    """A = I: S is G, beside zeros in narrower layers; two updates are RowAdam on dense float64
+    gradients, and the predicted KL is that of the dense direction."""
+    model, samples = tiny_qwen2(dtype=torch.float64), answers([4, 6])
+    plain = copy.deepcopy(model)
+    sketches, optimizer = sketched(model, 96, kind="identity")
+    v = {path: torch.zeros(len(m.weight)).double() for path, m in sketches.layers.items()}
+    for t in (1, 2):
+        before = copy.deepcopy(plain)
+        G = dense_gradients(plain, sketches.layers, samples)
+        weighted_logp(model, samples).backward()
+        D, D2, W2 = {}, 0.0, 0.0
+        for path, module in sketches.layers.items():
+            S, d_in = sketches.rows[path], module.in_features
+            assert rel(S[:, :d_in], G[path]) < 1e-9 and (S[:, d_in:] == 0).all()
+            D[path], v[path] = row_adam64(G[path] / 10, v[path], t)
+            D2, W2 = D2 + D[path].square().sum(), W2 + module.weight.detach().square().sum()
+        optimizer.propose(10)
+        curve, _ = logra.predict_kl(model, sketches, samples, chunk=5)
+        z, z_after = (logits_along(model, plain, sketches, samples, a) for a in (0.0, 1e-2))
+        assert curve[1][0] == pytest.approx(1e4 * kl64(z, z_after).mean().item(), rel=1e-2)
+        optimizer.step(1.0)
+        for path, module in sketches.layers.items():
+            W, W_0 = (m.get_submodule(path).weight.detach() for m in (plain, before))
+            W.copy_(W_0 - (D[path] * 1e-3 * (W2 / D2).sqrt()).bfloat16().double())
+            assert rel(module.weight.detach() - W_0, W - W_0) < 1e-4
+
+
+def test_what_is_taken_back_is_rounded_and_has_the_old_projection():
+    """W - F A + bfloat16(back F) A, A of the update that was made, not of the next."""
+    model, samples = tiny_qwen2(dtype=torch.float64), answers([4, 6])
+    sketches, optimizer = sketched(model, samples=samples)
+    W, A = {p: m.weight.detach().clone() for p, m in sketches.layers.items()}, dict(sketches.A)
+    factors = optimizer.step(0.7)
+    optimizer.take_back(factors, 0.3)
+    for path, module in sketches.layers.items():
+        back = (0.3 * factors[path].float()).bfloat16()
+        kept = W[path] - (factors[path].double() - back.double()) @ A[module.in_features]
+        assert rel(module.weight.detach() - W[path], kept - W[path]) < 1e-9
+        assert not torch.equal(sketches.A[module.in_features], A[module.in_features])
+    assert optimizer.update == 1
 
 
 def test_dense_control_is_adamw_on_the_mean_gradient():
@@ -854,7 +1015,7 @@ def tangent_of_logits(model, sketches, samples):
     """z and z' [n, V] as predict_kl has them inside."""
     with torch.no_grad(), logra.probe_mode(model, sketches), forward_ad.dual_level():
         hidden, _ = logra.response_hidden(model, samples, model.device)
-        return forward_ad.unpack_dual(model.lm_head(hidden))
+        return forward_ad.unpack_dual(logra.policy_head(model)(hidden))
 
 
 def test_logit_tangent_is_the_finite_difference():
@@ -1100,6 +1261,21 @@ def test_alpha_is_bounded_and_odd_predictions_are_refused():
             control.scale(([0.1, 1.0], [1e-4, bad]), 5)
     assert logra.kl_at(([1.0], [4e-4]), 0.5) == pytest.approx(1e-4)
     assert logra.kl_at(([1.0], [0.0]), 1.0) == 0 and logra.kl_at(([1.0], [1.0]), 0.0) == 0
+
+
+def test_excess_brings_a_quadratic_kl_to_the_budget():
+    """Keep sqrt(budget / realised), at least .1; nothing within the budget or without control."""
+    control = logra.KLControl(1e-3, 1e-3)
+    for kl in (1.1e-3, 4e-3, 9e-2):
+        assert kl * (1 - control.excess(kl, 0)) ** 2 == pytest.approx(1e-3)
+    assert control.excess(1.0, 0) == pytest.approx(0.9)
+    assert control.excess(1e-3, 0) == control.excess(0.0, 0) == 0
+    control.observe(1.0)  # the mismatch takes half of the budget
+    assert control.excess(1e-3, 0) == pytest.approx(1 - 0.5**0.5)
+    assert logra.KLControl(1e-3, enabled=False).excess(1.0, 0) == 0
+    for bad in (math.nan, math.inf):
+        with pytest.raises(FloatingPointError, match="update 7"):
+            control.excess(bad, 7)
 
 
 @pytest.mark.parametrize("window", [None, 100])
@@ -1487,6 +1663,7 @@ def settings(**changes):
     fields |= {"clip_low": 0.2, "clip_high": 0.28, "probe_responses": 2, "kl_check_every": 1}
     fields |= {"kl_predictor": "quadratic", "sync": "factors", "dtype": "float32"}
     fields |= {"advantage": "group", "denominator": "tokens", "mask_truncated": False}
+    fields |= {"verify_step": False}
     assert changes.keys() <= {*fields, "steps", "group_size", "max_new_tokens", "micro_batch"}
     return types.SimpleNamespace(**fields | changes)
 
@@ -1503,6 +1680,8 @@ def loop(
     ends=(3, 40),
     draw=draw_three,
     first_step=0,
+    rule="row_adam",
+    refresh=1,
     **kw,
 ):
     """Run grpo on a fresh tiny model.  Returns the metrics, model, optimizer and control."""
@@ -1514,7 +1693,7 @@ def loop(
         logra.freeze_all_but(model, layers)
         optimizer = logra.DenseAdamW(layers, lr=1e-3)
     else:
-        optimizer = logra.LoGRA(logra.attach_sketches(model, 8), ratio)
+        optimizer = logra.LoGRA(logra.attach_sketches(model, 8, refresh=refresh), ratio, rule=rule)
     control = control or logra.KLControl(budget, budget / 10, 20)
     if resume:
         file = io.BytesIO()
@@ -1589,7 +1768,7 @@ def test_dead_groups_move_nothing():
     """All rewards equal: no update, W bitwise the same, alpha 0, one line a step and no NaN."""
     metrics, model, optimizer, _ = loop(2, reward=lambda sample: 0.1, updates_per_batch=2)
     assert same_weights(model, tiny_qwen2(peak=3.0)) and optimizer.update == 0
-    assert (optimizer.v == 0).all()
+    assert (optimizer.moments["v"] == 0).all()
     assert len(metrics) == 2 and all(m["last"] for m in metrics)
     for m in metrics:
         assert m["alpha"] == m["update_ratio"] == m["sync_bytes"] == m["update"] == 0
@@ -1691,10 +1870,17 @@ def test_old_logprobs_are_those_of_the_first_update(monkeypatch):
         assert (logp_2 - old_2).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("updates_per_batch", [1, 2])
-def test_resumed_run_is_the_same_run(updates_per_batch):
+@pytest.mark.parametrize(
+    "kw",
+    [
+        *({"updates_per_batch": 1}, {"updates_per_batch": 2}, {"verify_step": True, "budget": 0.1}),
+        *({"rule": "sketch_muon"}, {"rule": "sketch_sgd"}, {"rule": "sketch_adam", "refresh": 3}),
+    ],
+    ids=str,
+)
+def test_resumed_run_is_the_same_run(kw):
     """2 steps + save + load + 2 = 4 steps: samples, metrics and W to the bit."""
-    kw = {"updates_per_batch": updates_per_batch, "kl_predictor": "linearised"}
+    kw = {"kl_predictor": "linearised", **kw}
     whole, model, *_ = loop(4, **kw)
     half = loop(2, **kw)
     rest, resumed, *_ = loop(4, resume=half, first_step=2, **kw)
@@ -1731,6 +1917,38 @@ def test_without_kl_control_the_step_is_one():
         W, W_0 = (x.get_submodule(path).weight.detach().double() for x in (model, start))
         moved, size = moved + (W - W_0).square().sum(), size + W_0.square().sum()
     assert (moved / size).sqrt().item() == pytest.approx(1e-3, rel=1e-2)
+
+
+@pytest.mark.parametrize("rule", ["row_adam", "sketch_muon"])
+def test_verified_steps_stay_within_the_budget(rule, monkeypatch):
+    """Where the prediction lets every second step go 1.5 times too far, that step is cut to the
+    budget and the others are left alone; the metrics tell of the steps that stay."""
+
+    class Optimistic(logra.KLControl):
+        def scale(self, curve, update):
+            return super().scale(curve, update) * (1.5 if update % 2 else 0.7)
+
+    backs, take_back = {}, logra.LoGRA.take_back
+
+    def counted(self, factors, back):
+        backs[self.update - 1] = back
+        take_back(self, factors, back)
+
+    monkeypatch.setattr(logra.LoGRA, "take_back", counted)
+    kw = {"rule": rule, "ends": (), "kl_predictor": "linearised", "ratio": 1e-2}
+    plain, *_ = loop(6, control=Optimistic(2e-3, 2e-3, alpha_max=30.0), **kw)
+    assert not backs and all(m["kl_realised"] > 1.5 * m["budget"] for m in plain[1::2])
+    control = Optimistic(2e-3, 2e-3, alpha_max=30.0)
+    metrics, *_ = loop(6, control=control, verify_step=True, kl_check_every=0, **kw)
+    assert list(backs) == [1, 3, 5]
+    for update, m in enumerate(metrics):
+        budget = m["budget"]
+        if update % 2:
+            assert 0.2 < backs[update] < 0.5 and 0.8 < m["kl_realised"] / budget < 1.1
+        else:
+            assert 0.3 < m["kl_realised"] / budget < 0.7
+        assert m["kl_predicted"] == pytest.approx(m["kl_realised"], rel=0.3)
+        assert m["update_ratio"] == pytest.approx(1e-2 * m["alpha"])
 
 
 def test_dense_control_runs_in_the_same_loop():
@@ -1829,7 +2047,7 @@ def pair(models, engines):
         ).eval()
         optimizer = logra.LoGRA(logra.attach_sketches(model, 8, seed=3), update_ratio)
         generator = engines(name, dtype)
-        generator.load(weights(optimizer))
+        generator.load(weights(optimizer).items())
         return model, optimizer, generator
 
     return make
@@ -1988,8 +2206,7 @@ def test_engine_weights_after_50_updates(pair, name, dtype):
     for _ in range(50):
         A = dict(optimizer.sketches.A)
         factors, update = random_update(optimizer)
-        sent = generator.update(factors, update)
-        assert sent == sum(2 * 8 * len(W) for W in start.values())
+        generator.update(factors, update)
         for path, W in in_place.items():
             W.sub_((factors[path].float() @ A[W.shape[1]]).to(torch.bfloat16))
     engine = generator.read()
@@ -2003,6 +2220,42 @@ def test_engine_weights_after_50_updates(pair, name, dtype):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_engine_follows_what_is_taken_back(pair, dtype):
+    """After ten updates, every second one of them cut, to the bit."""
+    _, optimizer, generator = pair("qwen2", dtype, update_ratio=1e-3)
+    start = generator.read()
+    for i in range(10):
+        factors, update = random_update(optimizer)
+        back = 0.1 * i * (i % 2)
+        if back:
+            optimizer.take_back(factors, back)
+        generator.update(factors, update, back)
+    for path, W in weights(optimizer).items():
+        engine = generator.read()[path]
+        assert torch.equal(engine, W.to(getattr(torch, dtype))), path
+        assert not torch.equal(engine, start[path])
+
+
+def test_an_engine_takes_back_in_the_blocks_of_two_ranks():
+    """The worker's arithmetic against two ranks' rows, each multiplied by itself, to the bit."""
+    engine, linear = logra.SketchSync(), torch.nn.Linear(64, 97, bias=False)
+    engine.get_model = lambda: torch.nn.ModuleDict({"x": linear})
+    W = linear.weight.detach().clone()
+    settings = {"rank": 8, "seed": 0, "kind": "rademacher", "refresh": 1}
+    engine.sync_weights([("x", W)], settings, 2)
+    shards = [part.clone() for part in W.chunk(2)]
+    for update in range(3):
+        factor, back = torch.randn(97, 8).bfloat16(), 0.37
+        A = logra.draw_projection(64, update, W, **settings)
+        for sign, F_part in ((-1, factor), (1, (back * factor.float()).bfloat16())):
+            for shard, part in zip(shards, F_part.chunk(2)):
+                shard.addmm_(part.float(), A, alpha=sign)
+        engine.sync_factors({"x": factor}, update, back)
+        assert torch.equal(linear.weight, torch.cat(shards))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_load_brings_an_engine_to_a_trainer_that_moved_on(pair, dtype):
     """The full sync: weights whole, and factors count from there."""
     _, optimizer, generator = pair("qwen2", dtype, update_ratio=1e-2)
@@ -2010,9 +2263,7 @@ def test_load_brings_an_engine_to_a_trainer_that_moved_on(pair, dtype):
         random_update(optimizer)
     path, W = next(iter(weights(optimizer).items()))
     assert not torch.equal(generator.read()[path], W.to(getattr(torch, dtype)))
-    assert generator.load(weights(optimizer)) == 4 * sum(
-        map(torch.numel, weights(optimizer).values())
-    )
+    generator.load(weights(optimizer).items())
     generator.update(*random_update(optimizer))
     for path, W in weights(optimizer).items():
         assert torch.equal(generator.read()[path], W.to(getattr(torch, dtype))), path
@@ -2054,14 +2305,14 @@ def test_no_stale_prefix_is_left_in_the_cache(pair):
     assert direct()[1] < 1e-4  # and its keys and values are cached
     generator.llm.collective_rpc("sync_factors", args=random_update(optimizer))
     assert direct()[1] > 0.1  # what happens without the reset
-    generator.load(weights(optimizer))
+    generator.load(weights(optimizer).items())
     for sync in ("full", "factors"):
         assert direct()[1] < 1e-4
         factors, update = random_update(optimizer)
         if sync == "factors":
             generator.update(factors, update)
         else:
-            generator.load(weights(optimizer))
+            generator.load(weights(optimizer).items())
         sample, difference = direct()
         assert difference < 1e-4
         z = model(input_ids=torch.tensor([prompt + sample.completion])).logits[0, 299:-1]
@@ -2086,18 +2337,365 @@ def test_every_target_layer_is_reached_or_it_raises(pair):
     factors, update = random_update(optimizer)
     path = "model.layers.1.self_attn.k_proj"
     fewer = {p: f for p, f in factors.items() if p != path}
-    with pytest.raises(RuntimeError, match=path):
+    with pytest.raises(logra.StopRun, match=path):
         generator.update(fewer, update)
-    with pytest.raises(RuntimeError, match="layers.7"):
+    with pytest.raises(logra.StopRun, match="layers.7"):
         generator.update({**factors, "model.layers.7.mlp.up_proj": factors[path]}, update)
-    with pytest.raises(RuntimeError, match="differ: .*k_proj"):
+    with pytest.raises(logra.StopRun, match="differ: .*k_proj"):
         generator.update({**factors, path: factors[path][:-1]}, update)
     W = weights(optimizer)
     for unknown in ("model.layers.7.mlp.up_proj", "model.layers.1.self_attn.kk_proj"):
-        with pytest.raises(RuntimeError, match=unknown):
-            generator.load({**W, unknown: W[path]})
-    with pytest.raises(RuntimeError, match=path):
-        generator.load({**W, path: W[path][:-1]})
+        with pytest.raises(logra.StopRun, match=unknown):
+            generator.load({**W, unknown: W[path]}.items())
+    with pytest.raises(logra.StopRun, match=path):
+        generator.load({**W, path: W[path][:-1]}.items())
+
+
+# ------------------------------------------------------------------------------------------------
+# Families: pytest -k families -s prints a table of them
+# ------------------------------------------------------------------------------------------------
+
+WINDOW = {"head_dim": 32, "sliding_window": 8}
+TIED = {"tie_word_embeddings": True}
+FAMILIES = {
+    "Qwen2": TIED,  # and Qwen2.5; biases on q, k, v
+    "Qwen3": {"head_dim": 32, **TIED},  # norms of q and k
+    "Llama": {"attention_bias": True, "mlp_bias": True},
+    "Mistral": WINDOW,
+    "Gemma2": {  # caps on scores and logits, every other layer with a window
+        **WINDOW,
+        **TIED,
+        "query_pre_attn_scalar": 32,
+        "attn_logit_softcapping": 1.0,
+        "final_logit_softcapping": 2.0,
+    },
+    "Gemma3": {**WINDOW, **TIED, "query_pre_attn_scalar": 32},  # norms of q and k
+    "Phi3": {"sliding_window": 8},  # one layer for q, k, v and one for gate, up
+    "Olmo2": {},  # norms of q and k, and norms after the layers
+    "Glm4": {"head_dim": 32, "attention_bias": True},  # one layer for gate, up
+    "SmolLM3": TIED,
+    "Granite": {
+        "embedding_multiplier": 3.0,
+        "logits_scaling": 0.5,
+        "residual_multiplier": 0.7,
+        "attention_multiplier": 0.1,
+    },
+    "Cohere": {**TIED, "logit_scale": 0.25, "use_qk_norm": True},
+}
+of_every_family = pytest.mark.parametrize("family", FAMILIES)
+
+
+@functools.cache
+def family_prototype(family):
+    """Made once: an engine of some families leaves their class unfit to make another."""
+    model = tiny(
+        family,
+        **{"bos_token_id": 0, "eos_token_id": 1, "initializer_range": 0.1} | FAMILIES[family],
+    )
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:  # the norms too
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    if family == "Gemma2":  # as load_model does
+        model.set_attn_implementation("eager")
+    return model
+
+
+def family_model(family, dtype=torch.float32):
+    return copy.deepcopy(family_prototype(family)).to(dtype)
+
+
+def whole_model_logprobs(model, samples, temperature=1.0):
+    """log p of the generated tokens by model(...).logits, a sample at a time.
+
+    The call is torch's own: an engine that uses transformers' class has put another there.
+    """
+    rows = []
+    with mock.patch.object(type(model.base_model), "__call__", torch.nn.Module.__call__):
+        for s in samples:
+            z = model(torch.tensor([s.prompt + s.completion])).logits[0, len(s.prompt) - 1 : -1]
+            z = (z / temperature).log_softmax(-1)
+            rows.append(z.gather(1, torch.tensor(s.completion)[:, None])[:, 0])
+    return torch.cat(rows)
+
+
+def training_logprobs(model, samples):
+    """The same as training has them."""
+    hidden, ids = logra.response_hidden(model, samples, "cpu")
+    return logra.token_logprobs(hidden, logra.policy_head(model), ids, 1.0)
+
+
+def advantages_of(samples):
+    return torch.tensor([s.advantage for s in samples for _ in s.completion])
+
+
+@of_every_family
+def test_families_logprobs_are_those_of_the_whole_model(family):
+    """In training and of the generator: caps, scales, windows, padding, whatever the family has."""
+    model, samples = family_model(family), answers([7, 20, 9])
+    with torch.no_grad():
+        expected = whole_model_logprobs(model, samples)
+        assert apart(training_logprobs(model, samples), expected) < 1e-5
+        hidden, ids = logra.response_hidden(model, samples, "cpu")
+        bare = logra.token_logprobs(hidden, model.get_output_embeddings(), ids, 1.0)
+        changes = family in ("Gemma2", "Granite", "Cohere")
+        assert (apart(bare, expected) > 0.05) == changes  # wrong: the head's product alone
+        wide = copy.deepcopy(model)
+        for config in {
+            id(m.config): m.config for m in wide.modules() if hasattr(m, "config")
+        }.values():
+            config.sliding_window = 1000
+        bound = "sliding_window" in FAMILIES[family]
+        assert (apart(whole_model_logprobs(wide, samples), expected) > 1e-3) == bound
+    assert not any(m.training for m in model.modules())
+    drawn = logra.HFGenerator(model, EOS).generate(prompts_of(3, 11, 1), range(3), 16, 0.7)
+    assert apart(engine_logprobs(drawn), whole_model_logprobs(model, drawn, 0.7)) < 1e-4
+
+
+@of_every_family
+def test_families_step_along_their_dense_gradient(family):
+    """S = G A^T with G by autograd through model(...).logits, and W moves by bfloat16(U) A."""
+    model, samples = family_model(family, torch.float64), answers([7, 20, 9])
+    plain, ratio = copy.deepcopy(model), 1e-2
+    sketches, optimizer = sketched(model, 8, update_ratio=ratio)
+    (training_logprobs(model, samples) * advantages_of(samples)).sum().backward()
+    W = {path: plain.get_submodule(path).weight for path in sketches.layers}
+    loss = (whole_model_logprobs(plain, samples) * advantages_of(samples)).sum()
+    A = {path: sketches.A[w.shape[1]].clone() for path, w in W.items()}
+    D = {}
+    for path, G in zip(W, torch.autograd.grad(loss, list(W.values()))):
+        assert rel(sketches.rows[path], G @ A[path].T) < 1e-5, path
+        D[path], _ = row_adam64(G @ A[path].T / 36, torch.zeros(len(G)).double(), 1)
+    norms = [sum(w.detach().square().sum() for w in W.values())]
+    norms += [sum((D[path] @ A[path]).square().sum() for path in W)]
+    size = ratio * (norms[0] / norms[1]).sqrt()
+    optimizer.propose(36)
+    optimizer.step(1.0)
+    for path, w in W.items():
+        dW = model.get_submodule(path).weight - w
+        assert rel(dW.detach(), -size * D[path] @ A[path]) < 5e-3, path  # but for the rounding
+    frozen = dict(plain.named_parameters())
+    for name, p in model.named_parameters():
+        assert name.removesuffix(".weight") in W or torch.equal(p, frozen[name]), name
+
+
+@of_every_family
+def test_families_probe_predicts_the_change_of_their_logits(family):
+    """z' is the central difference of model(...).logits, and the KL its curvature, in float64."""
+    model, samples = family_model(family, torch.float64), answers([7, 20, 9])
+    plain = copy.deepcopy(model).requires_grad_(False)
+    sketches, _ = sketched(model, 8, samples)
+    samples = logra.micro_batches(samples, 9)[0]
+    _, dz = tangent_of_logits(model, sketches, samples)
+    ([_], [kl]), _ = logra.predict_kl(model, sketches, samples)
+    h = 0.1
+    z, ahead, behind = (logits_along(model, plain, sketches, samples, a) for a in (0, h, -h))
+    assert rel(dz, (ahead - behind) / (2 * h)) < 1e-3
+    curvature = ((kl64(z, ahead) + kl64(z, behind)).mean() / (2 * h**2)).item()
+    assert kl == pytest.approx(curvature, rel=3e-3)
+
+
+@pytest.fixture(scope="session")
+def family_table():
+    rows = []
+    yield rows
+    heads = "family | layers found | biases | tied | generator | max difference of log-probs | s"
+    print("\n| " + heads + " |\n" + "|---" * 7 + "|")
+    print("\n".join(f"| {' | '.join(map(str, row))} |" for row in rows))
+
+
+@pytest.mark.slow
+@of_every_family
+def test_families_engine_follows_the_trainer(family, tmp_path, family_table):
+    """After 5 updates by factors: weights to the bit, log-probs within 2e-4, in float32."""
+    start, model = time.perf_counter(), family_model(family)
+    model.save_pretrained(tmp_path)
+    optimizer = logra.LoGRA(logra.attach_sketches(model, 8, seed=3), 3e-2)
+    first = copy.deepcopy(model)
+    generator = logra.VLLMGenerator(tmp_path, EOS, 128, SETTINGS, kv_gib=0.02)
+    generator.load(weights(optimizer).items())
+    for _ in range(5):
+        generator.update(*random_update(optimizer))
+    read, W = generator.read(), weights(optimizer)
+    assert read.keys() == W.keys()
+    assert all(torch.equal(read[path], W[path]) for path in W)
+    samples = generator.generate(prompts_of(1, 4, 9, 30, 5, 2), range(6), 24, 0.7)
+    with torch.no_grad():
+        difference = apart(engine_logprobs(samples), whole_model_logprobs(model, samples, 0.7))
+        assert apart(whole_model_logprobs(first, samples, 0.7), engine_logprobs(samples)) > 0.02
+        assert apart(training_logprobs(model, samples), whole_model_logprobs(model, samples)) < 1e-5
+    assert difference < 2e-4
+    layers = optimizer.sketches.layers
+    names = sorted({path.rpartition(".")[2] for path in layers})
+    biases = sum(module.bias is not None for module in layers.values())
+    tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    seconds = time.perf_counter() - start
+    served = generator.llm.apply_model(lambda module: type(module).__name__)[0]
+    family_table.append(
+        [family, f"{len(layers)}: {', '.join(names)}", biases, "yes" if tied else "no"]
+        + [f"vLLM, {served}", f"{difference:.1e}", f"{seconds:.1f}"]
+    )
+
+
+def families_on_ranks():
+    """{family: S, log-probs of this rank's samples, predicted KL, weights after a step}."""
+    samples, results = answers([7, 20, 9, 4]), {}
+    for family in FAMILIES:
+        model = family_model(family)
+        if logra.world() > 1:
+            logra.checkpoint_layers(model)
+            logra.shard_model(model, torch.float32)
+        sketches, optimizer = sketched(model, 8)
+        share = samples[logra.my_rank() :: logra.world()]
+        logp = training_logprobs(model, share)
+        (logp * advantages_of(share)).sum().backward()
+        S = sketch_of_all(sketches)
+        optimizer.propose(40)
+        kl = logra.predict_kl(model, sketches, share)[0][1]
+        optimizer.step(1.0)
+        W = gathered(sketches.layers)
+        results[family] = {"S": S, "logp": logp.detach(), "kl": kl, "W": W}
+    return results
+
+
+@pytest.mark.slow
+def test_families_on_two_ranks_are_those_of_one(tmp_path):
+    """Sharded, scaled embeddings, tied or not: the same log-probs, sketches, KL and step."""
+    process, one = torchrun(2, __file__, "families_on_ranks", tmp_path / "2"), families_on_ranks()
+    words = said(process)
+    assert process.returncode == 0, words
+    both = [torch.load(tmp_path / "2" / f"{rank}.pt") for rank in (0, 1)]
+    lengths = [7, 20, 9, 4]
+    for family, expected in one.items():
+        parts = expected["logp"].split(lengths)
+        for rank, found in enumerate(r[family] for r in both):
+            assert apart(found["logp"], torch.cat(parts[rank::2])) < 1e-5, family
+            assert found["kl"] == pytest.approx(expected["kl"], rel=1e-3), family
+            for path, S in expected["S"].items():
+                assert rel(found["S"][path], S) < 1e-4, (family, path)
+                assert rel(found["W"][path], expected["W"][path]) < 1e-5, (family, path)
+
+
+def other(kind, config=None, **changes):
+    """A tiny model of a kind that logra was not made for, by the names of its classes."""
+    shape = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    shape |= {"num_attention_heads": 2, "num_key_value_heads": 2} | changes
+    config = getattr(transformers, config or f"{kind.removesuffix('ForCausalLM')}Config")(**shape)
+    return getattr(transformers, kind)(config)
+
+
+EXPERTS = {"num_local_experts": 4, "moe_intermediate_size": 32, "head_dim": 32}
+BART = {"d_model": 64, "decoder_layers": 2, "decoder_attention_heads": 2, "decoder_ffn_dim": 96}
+# How it is made, what is added to its config, flags, and words of the sentence that answers it
+REFUSED = {
+    "experts": (lambda: other("MixtralForCausalLM", **EXPERTS), {}, "", "--targets gate_up_proj"),
+    "sinks": (
+        lambda: other("GptOssForCausalLM", **EXPERTS),
+        {},
+        "--targets q_proj",
+        "--model GptOssForCausalLM attention",
+    ),
+    "Conv1D": (
+        lambda: other("GPT2LMHeadModel", "GPT2Config"),
+        {},
+        "",
+        "--targets mlp.c_fc.weight nn.Linear",
+    ),
+    "bypassed layers": (lambda: other("MambaForCausalLM"), {}, "", "--model dt_proj --targets"),
+    "no forward mode": (lambda: other("BloomForCausalLM"), {}, "", "--model Bloom predicted"),
+    "encoder": (lambda: other("BertLMHeadModel", "BertConfig"), {}, "", "--model BertLMHeadModel"),
+    "decoder of two": (lambda: other("BartForCausalLM", **BART), {}, "", "--model encoder_attn"),
+    "encoder-decoder": (
+        lambda: other("T5ForConditionalGeneration", "T5Config", d_model=64, d_kv=32, num_heads=2),
+        {},
+        "",
+        "--model T5Config",
+    ),
+    "images": (lambda: other("ViTModel", "ViTConfig"), {}, "", "--model ViTConfig"),
+    "quantised": (
+        lambda: tiny_llama(),
+        {"quantization_config": {"quant_method": "fp8"}},
+        "",
+        "--model quantised",
+    ),
+    "adapters": (lambda: tiny_llama(), None, "", "--model adapters"),
+}
+
+
+def saved_model(directory, model, **more):
+    """A directory of the model and a tokenizer, `more` added to its config."""
+    model.save_pretrained(directory)
+    tokenizer_with_bos().save_pretrained(directory)
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | more))
+    return directory
+
+
+def train_on(directory, lab, run, flags=""):
+    argv = f"--engine hf --model {directory} --data {lab}/good.jsonl --out {run} --rank 4 --steps 1"
+    argv += f" --max-prompt-tokens 16 --max-new-tokens 8 --prompts-per-step 2 {flags}"
+    return train.main(argv.split())
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_families_that_cannot_be_trained_are_refused(kind, lab, tmp_path, capsys):
+    """One sentence names what is in the way, and nothing is written."""
+    make, more, flags, words = REFUSED[kind]
+    directory = saved_model(tmp_path / "model", make(), **(more or {}))
+    if more is None:
+        (directory / "adapter_config.json").write_text("{}")
+    assert train_on(directory, lab, tmp_path / "run", flags) == 2
+    out, err = capsys.readouterr()
+    assert "Traceback" not in out + err and not (tmp_path / "run").exists()
+    assert err.splitlines()[-1].startswith("error: ")
+    assert all(word in err.splitlines()[-1] for word in words.split()), err
+
+
+def test_families_of_experts_train_what_is_named(lab, tmp_path):
+    """Targets narrow a mixture to its attention: the run ends, and only that has moved."""
+    directory = saved_model(tmp_path / "model", other("MixtralForCausalLM", **EXPERTS))
+    flags = f"--targets q_proj o_proj --reward {lab}/reward.py:spread --group-size 4"
+    assert train_on(directory, lab, tmp_path / "run", flags) == 0
+    before, after = (
+        load_file(d / "model.safetensors") for d in (directory, tmp_path / "run/step-1")
+    )
+    changed = {name.split(".")[-2] for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {"q_proj", "o_proj"}
+
+
+def test_families_with_a_capped_attention_keep_the_cap(tmp_path):
+    """The default attention of transformers forgets Gemma 2's cap: load_model takes another."""
+    directory = saved_model(tmp_path, family_model("Gemma2"))
+    model, ids = train.load_model(str(directory), "--model")[0], torch.arange(20)[None]
+    with torch.no_grad():
+        assert apart(model(ids).logits, family_model("Gemma2")(ids).logits) < 1e-5
+        model.set_attn_implementation("sdpa")
+        assert apart(model(ids).logits, family_model("Gemma2")(ids).logits) > 0.01  # wrong
+
+
+def test_families_that_see_train_their_text_model(tmp_path):
+    """Gemma 3 with its vision tower: the text layers are found, and the probe knows them."""
+    text = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    text |= {"num_attention_heads": 2, "num_key_value_heads": 1, **FAMILIES["Gemma3"]}
+    sight = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
+    sight |= {"num_attention_heads": 1, "image_size": 28, "patch_size": 14}
+    tokens = {"mm_tokens_per_image": 4, "image_token_index": 62, "boi_token_index": 61}
+    tokens |= {"eoi_token_index": 63, "text_config": text, "vision_config": sight}
+    config = transformers.Gemma3Config(**tokens)
+    saved_model(tmp_path, transformers.Gemma3ForConditionalGeneration(config))
+    model, _, _ = train.load_model(str(tmp_path), "--model")
+    layers = logra.find_targets(model)
+    assert len(layers) == 14 and all("language_model.layers" in path for path in layers)
+    train.check_model(model, layers, [5, 6, 7, 8])
+
+
+def test_families_with_adapters_or_split_weights_are_refused():
+    """Adapters that peft has attached, and tensor-parallel weights: ValueError."""
+    for name, value, word in (("peft_config", {}, "adapters"), ("_tp_size", 2, "tensor")):
+        model = tiny_llama()
+        setattr(model, name, value)
+        with pytest.raises(ValueError, match=word):
+            logra.attach_sketches(model, 4)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -2308,6 +2906,9 @@ BAD_INPUT = {
     "resume, fewer steps": ("--resume {lab}/done --steps 2", "--steps 2 4"),
     "resume, another directory": ("--resume {lab}/done --out {lab}/new", "--resume --out"),
     "resume, other rank": ("--resume {lab}/done --rank 5", "--rank 16 5"),
+    "resume, other optimizer": ("--resume {lab}/done --optimizer sketch_muon", "--optimizer muon"),
+    "verified without sketch": ("--optimizer lora --verify-step", "--verify-step --optimizer lora"),
+    "no such optimizer": ("--optimizer galore", "--optimizer galore sketch_muon"),
     "resume, other seed": ("--resume {lab}/done --seed 9", "--seed 0 9"),
     "resume, other model": ("--resume {lab}/done --model {lab}/llama", "--model llama"),
     "resume, other targets": ("--resume {lab}/done --targets q_proj", "--targets q_proj"),
@@ -2547,7 +3148,8 @@ def test_warm_up_sees_training_rows_only(lab, tmp_path, monkeypatch):
 # ------------------------------------------------------------------------------------------------
 
 FIELDS = """step update reward solved dead_groups length truncated kl_predicted kl_realised alpha
-budget mismatch update_ratio grad_sketch_norm sync_bytes tokens_per_second peak_gib seconds"""
+budget mismatch update_ratio grad_sketch_norm sync_bytes wire_bytes tokens_per_second
+peak_gib seconds"""
 TIMES = ("seconds", "tokens_per_second", "peak_gib")
 
 
@@ -2699,7 +3301,12 @@ def test_updates_per_batch_writes_a_line_an_update(lab, tmp_path):
 
 @pytest.mark.parametrize(
     "argv",
-    ["--optimizer adamw", "--optimizer lora", "--kl-predictor linearised", "--no-kl-control"],
+    [
+        *("--optimizer adamw", "--optimizer lora", "--optimizer sketch_muon --verify-step"),
+        *("--optimizer sketch_adam --refresh 50", "--optimizer sketch_sgd --projection gaussian"),
+        *("--optimizer dense_row_adam", "--kl-predictor linearised", "--no-kl-control"),
+        *("--no-keep-layer-norm", "--refresh 0", "--rank 4", "--verify-step"),
+    ],
 )
 def test_the_ablations_run(lab, tmp_path, argv):
     """Each flag that changes the method makes a run, and moves the weights."""
@@ -3048,16 +3655,24 @@ def test_the_objectives_run_and_resume(lab, tmp_path, argv):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "flags", ["", "--dtype bfloat16", "--sync full", "--optimizer adamw", "--optimizer lora"]
+    "flags",
+    [
+        *("", "--dtype bfloat16", "--sync full", "--optimizer adamw", "--optimizer lora"),
+        "--dtype bfloat16 --optimizer sketch_muon --verify-step --kl-budget 1e-8 --kl-budget-final 1e-8",
+    ],
 )
 def test_the_engine_ends_a_run_with_the_trainers_weights(lab, tmp_path, monkeypatch, flags):
     """A whole run with vLLM: at its end the engine has the weights of the last checkpoint."""
-    started = []
+    started, backs = [], []
 
     class Watched(logra.VLLMGenerator):
         def __init__(self, *args):
             super().__init__(*args)
             started.append(self)
+
+        def update(self, factors, update, back):
+            backs.append(back)
+            return super().update(factors, update, back)
 
     monkeypatch.setattr(logra, "VLLMGenerator", Watched)
     argv = f"{SMALL} --engine vllm --steps 4 --kv-gib 0.05 {flags}"
@@ -3069,10 +3684,11 @@ def test_the_engine_ends_a_run_with_the_trainers_weights(lab, tmp_path, monkeypa
     for path, W in engine.items():
         assert torch.equal(W, last[f"{path}.weight"].to(dtype))
         assert not torch.equal(W, first[f"{path}.weight"].to(dtype))
-    factors = flags in ("", "--dtype bfloat16")
+    factors = not any(flag in flags for flag in ("full", "adamw", "lora"))
     sent = sum(2 * 16 * len(W) if factors else 4 * W.numel() for W in engine.values())
     assert [line["sync_bytes"] for line in journal(tmp_path / "run")] == [sent] * 4
     assert all(line["kl_realised"] > 0 for line in journal(tmp_path / "run"))
+    assert any(backs) == ("verify" in flags)
 
 
 @pytest.mark.slow
@@ -3153,6 +3769,36 @@ def test_a_killed_run_resumes_to_the_same_bits(tmp_path):
     states = [train.load_state(path / "step-24") for path in (run, whole)]
     assert torch.equal(states[0]["optimizer"]["v"], states[1]["optimizer"]["v"])
     assert states[0]["mismatch"] == states[1]["mismatch"]
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        ("CUDA out of memory. Tried to allocate 2.00 GiB", "out of memory: CUDA"),
+        ("[enforce fail] DefaultCPUAllocator: can't allocate memory", "out of memory: [enforce"),
+        ("[pair.cc:547] Connection closed by peer [127.0.0.1]:9", "another rank is gone"),
+    ],
+)
+def test_full_memory_and_lost_ranks_are_one_sentence(
+    lab, tmp_path, monkeypatch, capsys, words, said
+):
+    """With the last checkpoint that is whole; any other RuntimeError is a fault and shows itself."""
+    steps = iter([0, 0, 1])
+
+    def fails(*args, **kwargs):
+        if next(steps):
+            raise RuntimeError(words)
+        return backward(*args, **kwargs)
+
+    backward = logra.backward
+    monkeypatch.setattr(logra, "backward", fails)
+    monkeypatch.setattr(time, "sleep", lambda _: None)
+    assert main(lab, f"{SMALL} --steps 4 --out {tmp_path}/run") == 1
+    (sentence,) = errors(capsys.readouterr().err)
+    assert said in sentence and "step-2" in sentence
+    steps, words = iter([0, 1]), "a fault"
+    with pytest.raises(RuntimeError, match="a fault"):
+        main(lab, f"{SMALL} --steps 4 --out {tmp_path}/again")
 
 
 # ------------------------------------------------------------------------------------------------
@@ -3248,6 +3894,71 @@ def test_time_of_a_step():
     assert ratios["r64"] <= 0.70 and ratios["r256"] <= 0.80
 
 
+def two_threads(first, second):
+    """Run first(wire), second(wire) at the two ends of a wire; seconds until both are done."""
+    store, barrier = dist.HashStore(), threading.Barrier(3)
+
+    def end(rank, act):
+        wire = dist.ProcessGroupGloo(store, rank, 2, datetime.timedelta(seconds=300))
+        barrier.wait()
+        act(wire)
+
+    threads = [threading.Thread(target=end, args=pair) for pair in enumerate((first, second))]
+    for thread in threads:
+        thread.start()
+    barrier.wait()
+    start = time.perf_counter()
+    for thread in threads:
+        thread.join()
+    return time.perf_counter() - start
+
+
+@pytest.mark.slow
+@pytest.mark.benchmark
+def test_time_of_a_synchronisation(tmp_path):
+    """A 370 M model's engine, rank 256: bytes and seconds of factors over those of --sync full."""
+    model = qwen2_of_size(24, 1024, 3584, 16, 4, 32_000)
+    model.to(torch.bfloat16).save_pretrained(tmp_path)
+    optimizer = logra.LoGRA(logra.attach_sketches(model.float(), 256))
+    settings, W = optimizer.sketches.settings, weights(optimizer)
+    engine = logra.VLLMGenerator(tmp_path, [0], 64, settings, "bfloat16", 0.1)
+    engine.load(W.items())
+    seconds = {"factors": [], "full": []}
+    for _ in range(3):
+        optimizer.sketches.buffer.normal_()
+        optimizer.propose(1)
+        update = optimizer.update
+        factors = optimizer.step(1.0)
+        for name, act in (
+            ("factors", lambda: engine.update(factors, update)),  # noqa: B023, called at once
+            ("full", lambda: engine.load(W.items())),
+        ):
+            start = time.perf_counter()
+            act()
+            seconds[name].append(time.perf_counter() - start)
+    assert all(torch.equal(x, W[path].bfloat16()) for path, x in engine.read().items())
+    sent = {"factors": factors, "full": {path: x.bfloat16() for path, x in W.items()}}
+    for name, tensors_sent in sent.items():
+
+        def send(wire, tensors_sent=tensors_sent):
+            for x in tensors_sent.values():
+                wire.broadcast(x, wire.rank()).wait()
+
+        def receive(wire, tensors_sent=tensors_sent):
+            for x in tensors_sent.values():
+                wire.broadcast(torch.empty_like(x), 0).wait()
+
+        seconds[f"{name} over loopback"] = [two_threads(send, receive)]
+    medians = {name: statistics.median(times) for name, times in seconds.items()}
+    size = {k: sum(x.numel() * x.element_size() for x in v.values()) for k, v in sent.items()}
+    by_wire = medians["factors over loopback"] / medians["full over loopback"]
+    print(f"\nbytes {size}, ratio 1/{size['full'] / size['factors']:.1f}; seconds {medians}")
+    print(f"engine {medians['factors'] / medians['full']:.2f}, wire {by_wire:.2f} of the full sync")
+    d_out, weights_7B = 2 * (3584 + 512 + 18944) + 3584, 2 * 3584 * (3584 + 512) + 3 * 3584 * 18944
+    assert 256 * d_out <= weights_7B / 18  # one layer of 7 B shape, both in bfloat16
+    assert size["full"] / size["factors"] > 3 and by_wire < 0.5
+
+
 # ------------------------------------------------------------------------------------------------
 # Many ranks: this file is also what torchrun starts, see its end
 # ------------------------------------------------------------------------------------------------
@@ -3279,7 +3990,9 @@ def errors(text):
     return [line for line in text.splitlines() if line.startswith("error:")]
 
 
-METHODS = ("sketch", "dense", "lora")
+METHODS = ("sketch", "muon", "adam", "dense", "lora")
+SKETCHED = {"sketch": "row_adam", "muon": "sketch_muon", "adam": "sketch_adam"}
+ROUNDING = {"muon": 10, "adam": 10}  # small singular values, or entries, are enlarged with theirs
 FIRST = (True, False, True)  # of three updates: whether it is the first of its batch
 UNEVEN = functools.partial(tiny_qwen2, intermediate_size=97)  # no number of ranks divides 97
 
@@ -3298,15 +4011,15 @@ def sharded(method, weights=None, state=None, dtype="float32"):
     model = UNEVEN()
     model.load_state_dict(weights or {}, strict=False)
     layers = logra.find_targets(model)
-    if method == "sketch":
-        sketches = logra.attach_sketches(model, 16)
+    if method in SKETCHED:
+        sketches = logra.attach_sketches(model, 16, refresh=2 if method == "adam" else 1)
     else:
         logra.freeze_all_but(model, layers if method == "dense" else {})
     if logra.world() > 1:
         logra.checkpoint_layers(model)
         logra.shard_model(model, getattr(torch, dtype))
-    if method == "sketch":
-        optimizer = logra.LoGRA(sketches, 1e-2)
+    if method in SKETCHED:
+        optimizer = logra.LoGRA(sketches, 1e-2, rule=SKETCHED[method])
     elif method == "dense":
         optimizer = logra.DenseAdamW(layers, 1e-3)
     else:
@@ -3384,10 +4097,10 @@ def on_ranks():
         result[method] = seen
 
         # Not a number, on the last rank alone
-        before, v = gathered(layers), getattr(optimizer, "v", torch.zeros(1)).clone()
+        before, moments = gathered(layers), copy.deepcopy(getattr(optimizer, "moments", {}))
         add_share(model, samples)
         if rank == ranks - 1:
-            if method == "sketch":
+            if method in SKETCHED:
                 optimizer.sketches.buffer[17, 3] = math.nan
             elif method == "dense":
                 logra.local(layers[LAYERS[0]].weight.grad)[0, 0] = math.nan
@@ -3399,7 +4112,7 @@ def on_ranks():
             seen["nan"] = str(error)
         after = gathered(layers)
         seen["moved"] = [path for path in before if not torch.equal(before[path], after[path])]
-        seen["v kept"] = torch.equal(v, getattr(optimizer, "v", torch.zeros(1)))
+        seen["kept"] = all(torch.equal(x, optimizer.moments[key]) for key, x in moments.items())
 
     model, optimizer, _ = sharded("sketch", dtype="bfloat16")
     add_share(model, samples, dtype="bfloat16")
@@ -3462,7 +4175,8 @@ def reference64(method, parts=1):
     W = {path: model.get_submodule(path).weight for path in LAYERS}
     start = {path: w.detach().clone() for path, w in W.items()}
     v = {path: torch.zeros(len(w)).double() for path, w in W.items()}
-    moments = dict.fromkeys([(path, i) for path in W for i in range(3)], (0, 0))
+    moments = dict.fromkeys([(path, i) for path in W for i in (0, 1, 2, "S")], (0, 0))
+    bases = {}
     adapters = {}
     for path, w in W.items():
         seed = logra.stable_seed("lora", 0, path)
@@ -3476,9 +4190,17 @@ def reference64(method, parts=1):
         G = dict(zip(W, torch.autograd.grad(loss, list(W.values()))))
         P, D, DA = {}, {}, {}
         for path, w in W.items():
-            seed = logra.projection_seed(0, t - 1, f"in_features={w.shape[1]}")
+            refresh, last = 2 if method == "adam" else 1, bases.get(path)
+            seed = logra.projection_seed(0, t - 1, f"in_features={w.shape[1]}", refresh)
             P[path] = logra.make_projection(16, w.shape[1], seed, dtype=torch.float64)
-            D[path], v[path] = row_adam64(G[path] @ P[path].T, v[path], t)
+            S, bases[path] = G[path] @ P[path].T, P[path]
+            D[path], v[path] = row_adam64(S, v[path], t)
+            if method == "muon":
+                D[path] = max(1, len(w) / w.shape[1]) ** 0.5 * newton_schulz64(S)
+            if method == "adam":
+                m, second = moments[path, "S"]
+                m = m if t == 1 else m @ last @ P[path].T if t == 3 else m
+                D[path], *moments[path, "S"] = adam64(m, second, S, t)
             DA[path] = D[path] @ P[path]
         norms = [sum(x.detach().square().sum() for x in xs.values()).sqrt() for xs in (W, DA)]
         for path, w in W.items():
@@ -3487,7 +4209,7 @@ def reference64(method, parts=1):
             for i, gradient in enumerate((G[path], B.T @ G[path], G[path] @ A.T)):
                 step, *moments[path, i] = adam64(*moments[path, i], gradient, t)
                 steps.append(1e-3 * step)
-            if method == "sketch":
+            if method in SKETCHED:
                 factor = (D[path] * 1e-2 * norms[0] / norms[1]).bfloat16()
                 w.data -= factor.double() @ P[path]
             elif method == "dense":
@@ -3513,14 +4235,14 @@ def vector(dW):
 @pytest.mark.parametrize("method", METHODS)
 def test_learning_does_not_depend_on_the_number_of_ranks(ranks, method):
     """Three updates on 1, 2, 3 ranks and by dense float64 gradients; means of means differ (12)."""
-    reference = vector(reference64(method))
+    reference, times = vector(reference64(method)), ROUNDING.get(method, 1)
     one = moved(ranks[1][0][method]["W"])
     for n in (1, 2, 3):
         first, *others = [result[method]["W"] for result in ranks[n]]
         for other in others:
             assert_same_tensors(first, other)
-        assert rel(moved(first), one) < 1e-4
-        assert rel(moved(first), reference) < 1e-3
+        assert rel(moved(first), one) < 1e-4 * times
+        assert rel(moved(first), reference) < 1e-3 * times
         if n > 1:
             assert rel(vector(reference64(method, n)), reference) > 2e-2  # wrong
 
@@ -3545,14 +4267,15 @@ def test_rows_are_summed_and_split_as_fsdp_does(ranks):
 @pytest.mark.parametrize("method", METHODS)
 def test_norms_and_kl_are_those_of_all_ranks(ranks, method):
     """||S||, ratio, KL and mismatch: one number on all ranks, and that of one rank (33)."""
-    one = ranks[1][0][method]
+    one, bound = ranks[1][0][method], 1e-4 * ROUNDING.get(method, 1)
     for n in (2, 3):
         for name in ("mismatch", "norm", "ratio", "predicted", "realised"):
             first, *others = [result[method][name] for result in ranks[n]]
             assert all(other == first for other in others), name
-            assert first == pytest.approx(one[name], rel=1e-4), name
-            assert len(first) == (0 if method != "sketch" and name in ("ratio", "predicted") else 3)
-    if method == "sketch":
+            assert first == pytest.approx(one[name], rel=bound), name
+            dense = method not in SKETCHED and name in ("ratio", "predicted")
+            assert len(first) == (0 if dense else 3)
+    if method in SKETCHED:
         for n in (1, 2, 3):
             assert ranks[n][0][method]["ratio"] == pytest.approx([1e-2] * 3, rel=1e-5)
             first, *others = [result[method]["factors"] for result in ranks[n]]
@@ -3583,7 +4306,7 @@ def test_nan_on_one_rank_stops_all_before_a_weight_moves(ranks, method):
     for n in (2, 3):
         for result in ranks[n]:
             assert "update 3 is not finite" in result[method]["nan"]
-            assert result[method]["moved"] == [] and result[method]["v kept"]
+            assert result[method]["moved"] == [] and result[method]["kept"]
 
 
 @pytest.mark.slow
@@ -3597,17 +4320,25 @@ def test_a_state_fits_any_number_of_ranks(ranks, method):
         model, optimizer, layers = sharded(method, weights, seen["state at 2"])
         state = optimizer.state_dict()
         assert state["update"] == 2
-        if method == "sketch":
-            assert torch.equal(state["v"], seen["state at 2"]["v"]) and state["v"].norm() > 0
+        for key in {"sketch": ("v",), "adam": ("m", "v")}.get(method, ()):
+            assert torch.equal(state[key], seen["state at 2"][key]) and state[key].norm() > 0
         add_share(model, recorded())
         optimizer.propose(31)
         optimizer.step(1.0)
-        assert rel(moved(gathered(layers)), moved(seen["W"])) < 1e-4
+        assert rel(moved(gathered(layers)), moved(seen["W"])) < 1e-4 * ROUNDING.get(method, 1)
 
 
 def train_and_read(runs, patch):
-    """train.main() on each of {name: argv}: exit code, engine weights, and what was generated."""
-    started, calls, results = [], [], {}
+    """train.main() on each of {name: argv}: exit code, what a resumed run was given back, what was
+    generated, and the engine's weights; a rank without an engine has none."""
+    started, calls, results, restored = [], [], {}, {}
+    restore = train.restore
+
+    def watched(state, path, optimizer, control):
+        step = restore(state, path, optimizer, control)
+        restored["W"] = gathered(optimizer.sketches.layers)
+        restored["optimizer"] = optimizer.state_dict()
+        return step
 
     class Watched(logra.VLLMGenerator):
         def __init__(self, *args):
@@ -3620,11 +4351,12 @@ def train_and_read(runs, patch):
             return samples
 
     patch.setattr(logra, "VLLMGenerator", Watched)
+    patch.setattr(train, "restore", watched)
     small(patch)
     for name, argv in runs.items():
         code = train.main(argv)
-        engine = started[-1].read() if code == 0 else None
-        results[name] = {"code": code, "engine": engine, "calls": [*calls]}
+        engine = started[-1].read() if code == 0 and started else None
+        results[name] = {"code": code, "engine": engine, "calls": [*calls], "restored": restored}
         calls.clear()
     return results
 
@@ -3739,7 +4471,7 @@ def test_a_checkpoint_of_two_ranks_goes_on_with_one(two_ranks, tmp_path, monkeyp
     def restored(state, path, optimizer, control):
         step = restore(state, path, optimizer, control)
         seen["W"] = gathered(optimizer.sketches.layers)
-        seen["v"], seen["update"] = optimizer.v.clone(), optimizer.update
+        seen["v"], seen["update"] = optimizer.moments["v"].clone(), optimizer.update
         return step
 
     def recorded_generate(self, prompts, seeds, *args):
@@ -3815,12 +4547,13 @@ def test_two_ranks_that_fail_and_are_killed_resume_to_the_same_bits(two_ranks, t
     killed = torchrun(2, train.__file__, *resumed)
     wait_for_step(run, 5, killed)
     os.kill(rank_of(killed, 1), signal.SIGKILL)
-    said(killed, 60)
+    words = said(killed, 60)
     assert killed.returncode != 0 and not (run / f"step-{STEPS}").exists()
     last = train.last_checkpoint(run)
     assert last.name != "step-2"
     assert_same_tensors(tensors(last), tensors(whole / last.name))
     assert_same_tensors(trained(last), trained(whole / last.name))
+    assert 'logra.py", line' not in words  # rank 0 does not show where it was
 
     final = torchrun(2, train.__file__, *resumed)
     words = said(final)
@@ -3834,11 +4567,169 @@ def test_two_ranks_that_fail_and_are_killed_resume_to_the_same_bits(two_ranks, t
 
 
 @pytest.mark.slow
+@pytest.mark.benchmark
+def test_ten_kills_at_random_points(two_ranks, tmp_path):
+    """SIGKILL of a random rank at a random point, ten times: over within a minute, the checkpoint
+    whole; resumed at last, the run is the undisturbed one (minutes; pytest -m benchmark -k kills)."""
+    run, whole, chance = tmp_path / "run", two_ranks.out / "float32", random.Random(0)
+    shutil.copytree(whole, run)
+    resumed, seconds = ("--resume", run, "--save-every", 1), []
+
+    def back_to(step):
+        (run / "metrics.jsonl").write_text("")
+        for path in run.glob("step-*"):
+            if int(path.name[5:]) > step:
+                shutil.rmtree(path)
+
+    for _ in range(10):
+        back_to(4)
+        process = torchrun(2, train.__file__, *resumed)
+        wait_for_step(run, 5, process)
+        time.sleep(chance.uniform(0, 1))  # a step takes about .15 s, saving included
+        rank, start = chance.randrange(2), time.perf_counter()
+        os.kill(rank_of(process, rank), signal.SIGKILL)
+        said(process, 60)
+        seconds.append(time.perf_counter() - start)
+        last = train.last_checkpoint(run)
+        print(f"rank {rank}: over after {seconds[-1]:.1f} s, {last.name} is whole")
+        reference = whole / last.name
+        if reference.exists():  # it has every other step
+            assert_same_tensors(trained(last), trained(reference))
+        assert train.load_state(last)["step"] == int(last.name[5:])
+        assert tensors(last).keys() == tensors(whole / "step-2").keys()
+    back_to(STEPS - 1)
+    process = torchrun(2, train.__file__, *resumed)
+    words = said(process)
+    assert process.returncode == 0, words
+    assert_same_tensors(trained(run / f"step-{STEPS}"), trained(whole / f"step-{STEPS}"))
+
+
+class Listening:
+    """An engine apart that answers a prompt p, seed s with [p, s] and keeps what it is sent."""
+
+    def __init__(self, *options):
+        self.options, self.asked, self.sent = options, [], []
+
+    def generate(self, prompts, seeds, *options):
+        self.asked.append((prompts, seeds, *options))
+        return [
+            logra.Sample(p, [*p, seed], [-0.5] * (len(p) + 1), seed % 2 == 0)
+            for p, seed in zip(prompts, seeds, strict=True)
+        ]
+
+    def update(self, factors, update, back):
+        self.sent.append((factors, (update, back)))
+
+    def load(self, pairs, ranks):
+        self.sent.append((dict(pairs), ranks))
+
+
+def test_generation_ranks_share_the_prompts_and_hear_every_update():
+    """One training rank, two that generate, as three threads: order kept, tensors to the bit."""
+    store, engines = dist.HashStore(), []
+
+    def wire(rank):
+        return dist.ProcessGroupGloo(store, rank, 3, datetime.timedelta(seconds=30))
+
+    def start(*options):
+        engines.append(Listening(*options))
+        return engines[-1]
+
+    threads = [threading.Thread(target=lambda n=n: logra.serve(wire(n), start)) for n in (1, 2)]
+    for thread in threads:
+        thread.start()
+    remote = logra.RemoteGenerator(wire(0), "directory", [1, 2])
+    prompts, seeds = prompts_of(3, 1, 4, 1, 5), [11, 12, 13, 14, 15]
+    samples = remote.generate(prompts, seeds, 7, 0.6)
+    assert [s.prompt for s in samples] == prompts
+    assert [s.completion for s in samples] == [[*p, x] for p, x in zip(prompts, seeds, strict=True)]
+    assert [s.finished for s in samples] == [False, True, False, True, False]
+    assert samples[2].logprobs == [-0.5] * 5
+    assert remote.generate([], [], 7, 0.6) == []  # as a rank does that has no row to evaluate
+    of_prompts = remote.crossed
+    remote.generate(prompts, seeds, 7)
+    assert of_prompts < remote.crossed < 4000
+    before, g = remote.crossed, torch.Generator().manual_seed(0)
+    factors = {"a": torch.randn(5, 3, generator=g).bfloat16(), "b": torch.ones(1, 2).bfloat16()}
+    remote.update(factors, 41, 0.25)
+    assert 34 < remote.crossed - before < 2000  # 17 numbers of 2 bytes
+    remote.load({"a": torch.randn(5, 4, generator=g)}.items())
+    remote.stop()
+    for thread in threads:
+        thread.join(30)
+    assert [len(e.asked[0][0]) for e in sorted(engines, key=lambda e: len(e.asked[0][0]))] == [2, 3]
+    for engine in engines:
+        assert engine.options == ("directory", [1, 2])
+        assert engine.asked[0][2:] == (7, 0.6) and engine.asked[2][2:] == (7, 1.0)
+        (seen, update), (weights, ranks) = engine.sent
+        assert_same_tensors(seen, factors)
+        assert (update, ranks) == ((41, 0.25), 1) and weights["a"].shape == (5, 4)
+    assert_same_tensors(*(engine.sent[1][0] for engine in engines))
+
+
+def generation_rank(ranks, out, argv):
+    """A run whose last rank only generates: what each rank has seen."""
+    process = torchrun(ranks, __file__, "train", out, json.dumps({"run": argv.split()}))
+    words = said(process)
+    assert process.returncode == 0, words
+    return [result["run"] for result in results_of(out, ranks)]
+
+
+@pytest.mark.slow
+def test_a_generation_rank_changes_nothing(lab, tmp_path):
+    """One rank trains and one generates: the run of one rank, to the bit, also in its engine."""
+    rest = f"{SMALL} --engine vllm --dtype bfloat16 --steps 4 --kv-gib 0.05"
+    assert main(lab, f"{rest} --out {tmp_path}/one") == 0
+    argv = f"{rest} --out {tmp_path}/two --generation-ranks 1".format(lab=lab)
+    trainer, generator = generation_rank(2, tmp_path / "ranks", argv)
+    one, two = tmp_path / "one", tmp_path / "two"
+    assert_same_tensors(tensors(two / "step-4"), tensors(one / "step-4"))
+    for a, b in zip(journal(one, evaluations=True), journal(two, evaluations=True), strict=True):
+        if "wire_bytes" in a:
+            tokens = 16 * b["length"]
+            assert a.pop("wire_bytes") == 0 and b.pop("wire_bytes") > b["sync_bytes"] + 9 * tokens
+        assert a == b
+    W = tensors(two / "step-4")
+    assert trainer["engine"] is None and len(generator["engine"]) == 14
+    for path, engine in generator["engine"].items():
+        assert torch.equal(engine, W[f"{path}.weight"].bfloat16()), path
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_two_ranks_goes_on_with_three_and_an_engine_apart(two_ranks, tmp_path):
+    """W, v and counter restored to the bit, the same prompts and seeds, the engine in step."""
+    run = tmp_path / "run"
+    shutil.copytree(two_ranks.out / "float32", run)
+    for path in run.glob("step-*"):
+        if int(path.name[5:]) > STEPS - 2:
+            shutil.rmtree(path)
+    argv = f"--resume {run} --generation-ranks 1 --eval-every 100"
+    *trainers, generator = generation_rank(4, tmp_path / "ranks", argv)
+    state = train.load_state(run / f"step-{STEPS - 2}")
+    for trainer in trainers:
+        assert_same_tensors(trainer["restored"]["W"], state["weights"])
+        assert torch.equal(trainer["restored"]["optimizer"]["v"], state["optimizer"]["v"])
+        assert trainer["restored"]["optimizer"]["update"] == STEPS - 2
+    before = [
+        [call for call in result["float32"]["calls"] if len(call[0]) == 8 - 4 * rank][-2:]
+        for rank, result in enumerate(two_ranks.results)
+    ]
+    calls = [call for call in generator["calls"] if len(call[0]) == 12]
+    for three, a, b in zip(calls, *before, strict=True):
+        pairs = [list(zip(call[0], call[1], strict=True)) for call in (three, a, b)]
+        assert sorted(pairs[0]) == sorted(pairs[1] + pairs[2])
+    W = trained(run / f"step-{STEPS}")
+    for path, engine in generator["engine"].items():
+        assert torch.equal(engine, W[path]) and not torch.equal(engine, state["weights"][path])
+
+
+@pytest.mark.slow
 def test_bad_input_to_ranks_is_answered_by_one_sentence(tmp_path):
     """Once, whichever rank is first to find it, also if only one does; no directory is made."""
     cases = {  # argv of both ranks, what rank 1 alone has on top, and words of the answer
         "split": (["--prompts-per-step", "1"], [], "--prompts-per-step 1 2 ranks"),
         "hf": (["--engine", "hf"], [], "--engine hf"),
+        "none": (["--generation-ranks", "2"], [], "--generation-ranks 2 no rank"),
         "flag": (["--rank", "0"], [], "--rank 0"),
         "one": ([], ["--reward", "nowhere.py:f"], "rank 1: --reward nowhere.py:f"),
         "early": ([], ["--rank", "0"], "rank 1: --rank 0"),  # before the ranks have met
@@ -4024,11 +4915,12 @@ if __name__ == "__main__":  # one of torchrun's ranks
         rank = int(os.environ["RANK"])
         time.sleep(2 if rank == 0 else 0)
         sys.exit(train.main(json.loads(argv[0])[rank]))
-    if mode == "on_ranks":
+    number = os.environ["RANK"]  # a generation rank forgets it
+    if mode in ("on_ranks", "families_on_ranks"):
         torch.distributed.init_process_group("gloo")
-        result = on_ranks()
+        result = globals()[mode]()
     else:
         with pytest.MonkeyPatch.context() as patch:
             result = train_and_read(json.loads(argv[0]), patch)
     Path(out).mkdir(exist_ok=True)
-    torch.save(result, Path(out) / f"{logra.my_rank()}.pt")
+    torch.save(result, Path(out) / f"{number}.pt")

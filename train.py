@@ -41,6 +41,8 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # before torch is importe
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from torch.autograd import forward_ad
 
 import logra
 
@@ -93,6 +95,7 @@ class Config:
     temperature: float = flag(1.0, "of sampling, and of every log-prob in training")
     engine: Literal["vllm", "hf"] = flag("vllm", "what generates")
     kv_gib: float = flag(2.0, "memory of vLLM's key-value cache, GiB")
+    generation_ranks: int = flag(0, "the last so many of torchrun's ranks only generate")
 
     # GRPO
     updates_per_batch: int = flag(1, "updates made from one rollout batch")
@@ -113,8 +116,12 @@ class Config:
     )
 
     # LoGRA
-    optimizer: Literal["row_adam", "adamw", "lora"] = flag(
-        "row_adam", "LoGRA; as controls dense AdamW, or LoRA of the same rank, at --lr"
+    optimizer: Literal[
+        "row_adam", "sketch_muon", "sketch_adam", "sketch_sgd", "dense_row_adam", "adamw", "lora"
+    ] = flag(
+        "row_adam",
+        "row_adam (the paper's) or sketch_muon; as controls sketch_adam (with --refresh 50 or so)"
+        " and sketch_sgd, RowAdam or AdamW on dense gradients, LoRA of the same rank",
     )
     rank: int = flag(256, "rank r of the sketches")
     targets: list[str] = dataclasses.field(
@@ -124,7 +131,7 @@ class Config:
     projection: Literal["rademacher", "gaussian"] = flag("rademacher", "distribution of A")
     refresh: int = flag(1, "updates between two draws of A; 0: never redrawn")
     update_ratio: float = flag(6e-5, "size of a proposed step relative to the weights")
-    keep_layer_norm: bool = flag(True, "each layer keeps the norm of its sketch")
+    keep_layer_norm: bool = flag(True, "each layer keeps the norm of its sketch (row_adam)")
     lr: float = flag(1e-6, "learning rate of --optimizer adamw and lora")
 
     # KL control
@@ -134,6 +141,7 @@ class Config:
     kl_budget_final: float = flag(2e-5, "and the last of --kl-budget-steps, by a cosine")
     kl_budget_steps: int = flag(300, "updates from the first budget to the final one")
     alpha_max: float = flag(3.0, "upper bound of alpha")
+    verify_step: bool = flag(False, "measure each step's KL and take back what exceeds the budget")
     probe_responses: int = flag(2, "answers on which KL is predicted")
     kl_check_every: int = flag(10, "updates between measurements of the realised KL; 0: none")
 
@@ -175,6 +183,7 @@ AT_LEAST = {  # the smallest value that makes sense
     **dict.fromkeys(("updates_per_batch", "micro_batch", "rank", "kl_budget_steps"), 1),
     **dict.fromkeys(("probe_responses", "eval_every", "eval_samples", "save_every"), 1),
     **dict.fromkeys(("refresh", "kl_check_every", "eval_rows", "seed", "eval_temperature"), 0),
+    "generation_ranks": 0,
     "group_size": 1,
 }
 ABOVE_ZERO = ("temperature", "kv_gib", "clip_low", "clip_high", "update_ratio", "lr")
@@ -182,6 +191,7 @@ ABOVE_ZERO += ("kl_budget", "kl_budget_final", "alpha_max", "reward_seconds")
 FIXED = ("model", "data", "seed", "prompts_per_step", "group_size", "max_prompt_tokens")
 FIXED += ("system", "template_kwargs")
 FIXED += ("optimizer", "rank", "targets", "projection", "refresh")  # a resumed run keeps these
+WITHOUT_SKETCH = ("adamw", "lora")
 
 
 def parse(argv) -> Config:
@@ -232,11 +242,22 @@ def parse(argv) -> Config:
         raise UserError("--model needs --data FILE.jsonl to train on")
     if not config.model and (config.data or config.eval_data):
         raise UserError("--data and --eval-data need --model DIR_OR_NAME")
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if config.generation_ranks >= ranks:
+        here = f"torchrun has started {ranks}" if ranks > 1 else "there is one, without torchrun"
+        raise UserError(f"--generation-ranks {config.generation_ranks} leaves no rank: {here}")
+    if config.prompts_per_step < (trainers := ranks - config.generation_ranks):
+        here = f"{trainers} training ranks"
+        raise UserError(f"--prompts-per-step {config.prompts_per_step} cannot be split on {here}")
+    if config.engine == "hf" and ranks > 1:
+        raise UserError("--engine hf generates with one rank only; use --engine vllm")
     config = absolute(config)
-    if config.dtype == "auto":
-        config.dtype = "bfloat16" if torch.cuda.is_available() else "float32"
-    if config.optimizer != "row_adam":
-        config.sync = "full"  # a step of the controls has no factors
+    if config.optimizer in WITHOUT_SKETCH:
+        config.sync = "full"  # a step of these has no factors
+        if config.verify_step:
+            raise UserError(
+                f"--verify-step needs sketches; --optimizer {config.optimizer} has none"
+            )
     return config
 
 
@@ -588,8 +609,13 @@ def score(function, tokenizer, seconds, sample) -> float:
 
 
 def load_model(path: str, flag_name: str):
-    """The model with float32 weights, its tokenizer, and the dtype it was stored in."""
+    """The model as it is stored, its weights in mapped files; its tokenizer; and its dtype."""
     try:
+        if (Path(path) / "adapter_config.json").exists():
+            raise ValueError("it holds adapters; merge them into the model first")
+        config = transformers.AutoConfig.from_pretrained(path)
+        if getattr(config, "quantization_config", None):
+            raise ValueError("its weights are quantised; give the model as it was before that")
         tokenizer = transformers.AutoTokenizer.from_pretrained(path)
         model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype="auto")
     except Exception as error:  # from_pretrained raises a dozen kinds
@@ -597,23 +623,40 @@ def load_model(path: str, flag_name: str):
         here = "" if Path(path).is_dir() else "is no directory here, and "
         raise UserError(f"{flag_name} {path} {here}cannot be loaded: {reason}") from error
     stored = model.get_input_embeddings().weight.dtype  # what the files hold, whatever config says
+    if getattr(model.config.get_text_config(), "attn_logit_softcapping", None):
+        model.set_attn_implementation("eager")  # Gemma 2: the default one forgets the cap
     model.generation_config.do_sample = True  # or a temperature in it makes saving impossible
-    for parameter in model.parameters():
-        # A copy even of float32: it lies in a mapped file, at an address that is not aligned, and
-        # there the same product rounds otherwise than in the run that was not resumed.
-        parameter.data = parameter.data.to(torch.float32, copy=True)
     return model.eval(), tokenizer, stored
 
 
 @torch.no_grad()
-def check_head(model, ids) -> None:
-    """Raises UserError if the model does something to its logits that logra does not know of."""
+def check_model(model, layers, ids) -> None:
+    """Raises UserError unless a pass of the probe over a few tokens shows that logra knows what
+    the model does: with the weights of the target layers, in its attention, to its logits."""
+    name, linear = type(model).__name__, set()
+
+    def compare(path, module, args, Y):
+        if torch.allclose(Y, F.linear(*args, module.weight, module.bias)):
+            linear.add(path)
+
+    hooks = [m.register_forward_hook(functools.partial(compare, p)) for p, m in layers.items()]
     ids = torch.tensor([ids])
-    hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
-    apart = (logra.policy_head(model)(hidden) - model(ids, use_cache=False).logits).abs().max()
-    if not apart < 1e-3:
-        name = type(model).__name__
-        raise UserError(f"--model: {name} changes its logits in a way that is not supported")
+    X = model.get_input_embeddings()(ids)
+    try:
+        with logra.probe_mode(model), forward_ad.dual_level():
+            X = forward_ad.make_dual(X, torch.ones_like(X))
+            hidden = model.base_model(inputs_embeds=X, use_cache=False).last_hidden_state
+            hidden, tangent = forward_ad.unpack_dual(hidden)
+    except Exception as error:  # an operation without forward mode, or anything
+        raise UserError(f"--model: the KL of {name} cannot be predicted: {error!r}") from error
+    for hook in hooks:
+        hook.remove()
+    if other := sorted(layers.keys() - linear):
+        raise UserError(f"--model: {name} does not use {other[0]} as a linear layer; see --targets")
+    z = model(ids, use_cache=False).logits
+    apart = (logra.policy_head(model)(hidden) - z).norm() / z.norm()
+    if tangent is None or not apart < (1e-3 if z.dtype == torch.float32 else 5e-2):
+        raise UserError(f"--model: {name} has an attention, or a head, that is not supported")
 
 
 def end_tokens(model, tokenizer) -> list:
@@ -639,29 +682,27 @@ def save_checkpoint(step: int, it, optimizer, control) -> None:
     model, first = it.model, logra.my_rank() == 0
     head = next(n for n, m in model.named_modules() if m is model.get_output_embeddings())
     tied = f"{head}.weight" if model.config.tie_word_embeddings else None
-    exported, masters = {}, {}
+    rounded = it.stored != torch.float32
+    held, state = {}, {"step": step, "mismatch": control.mismatch, "baseline": control.baseline}
     for name, tensor in model.state_dict().items():  # gathered one by one, kept by rank 0 alone
-        tensor = logra.whole(tensor).to("cpu")
+        tensor = logra.whole(tensor)
         if first and name != tied:
-            exported[name] = tensor.to(it.stored)
-        if first and it.stored != torch.float32 and name.removesuffix(".weight") in it.layers:
-            masters[name.removesuffix(".weight")] = tensor
-    state = {
-        "step": step,
-        "mismatch": control.mismatch,
-        "baseline": control.baseline,
-        "optimizer": optimizer.state_dict(),
-        "weights": masters,
-    }
+            is_target = name.removesuffix(".weight") in it.layers
+            held[name] = tensor.to("cpu", torch.float32 if is_target else it.stored)
+    state["optimizer"] = optimizer.state_dict()
     failure = None
     try:
         if first:
             shutil.rmtree(aside, ignore_errors=True)
+            aside.mkdir()
+            masters = {path: held[f"{path}.weight"] for path in it.layers if rounded}
+            torch.save({**state, "weights": masters}, aside / "trainer.pt")
+            del masters  # no weight is in memory twice
+            exported = {name: held.pop(name).to(it.stored) for name in [*held]}
             model.save_pretrained(aside, state_dict=exported)
             model.config.dtype = it.stored  # save_pretrained has put the trainer's float32 there
             model.config.save_pretrained(aside)
             it.tokenizer.save_pretrained(aside)
-            torch.save(state, aside / "trainer.pt")
             for file in [*aside.iterdir(), aside]:  # on the disk before the new name is
                 handle = os.open(file, os.O_RDONLY)
                 os.fsync(handle)
@@ -690,7 +731,7 @@ def last_words(out) -> str:
 def load_state(path: Path) -> dict:
     """trainer.pt of a checkpoint.  Raises UserError if it cannot be read."""
     try:
-        return torch.load(path / "trainer.pt", weights_only=True)
+        return torch.load(path / "trainer.pt", weights_only=True, mmap=True)
     except Exception as error:
         reason = str(error).splitlines()[0] if str(error) else repr(error)
         raise UserError(f"{path}/trainer.pt cannot be read: {reason}") from error
@@ -733,9 +774,7 @@ def evaluate(generator, examples, reward, config, temperature):
     table = torch.zeros(len(examples), 4, dtype=torch.float64)
     try:
         options = (config.max_new_tokens, temperature)
-        samples = (
-            generator.generate(prompts, seeds, *options) if share else []
-        )  # few rows, many ranks
+        samples = generator.generate(prompts, seeds, *options)
         for (i, _), sample in zip(share, samples, strict=True):
             sample.row, sample.index = examples[i], i
             sample.reward = r = reward(sample)
@@ -772,6 +811,7 @@ def step_line(m: dict) -> str:
         f" | dead groups {m['dead_groups']:.0%} | len {m['length']:.0f} (cut {m['truncated']:.0%})"
         f" | KL {kl(m['kl_predicted'])} -> {kl(m['kl_realised'])} | alpha {m['alpha']:.2f}"
         f" | {m['tokens_per_second'] / 1000:.1f}k tok/s | {m['peak_gib']:.2f} GiB | {seconds} s"
+        + (f" | wire {m['wire_bytes'] / 1e6:.2f} MB" if m["wire_bytes"] else "")
         + (" | no group has a signal: nothing moved" if m["dead_groups"] == 1 else "")
         + (" | every answer is cut: raise --max-new-tokens" if m["truncated"] == 1 else "")
     )
@@ -833,11 +873,6 @@ def prepare(config: Config) -> SimpleNamespace:
     Returns out, checkpoint, state, model, tokenizer, stored (dtype), examples, held_out, layers,
     eos_ids, max_length and reward.  Raises UserError.
     """
-    if config.prompts_per_step < logra.world():
-        ranks = f"{logra.world()} ranks"
-        raise UserError(f"--prompts-per-step {config.prompts_per_step} cannot be split on {ranks}")
-    if config.engine == "hf" and logra.world() > 1:
-        raise UserError("--engine hf generates with one rank only; use --engine vllm")
     reward_function = load_reward(config.reward)
     out = Path(config.out) if config.out else next_free("run" if config.model else "sort")
     out = out.absolute()
@@ -870,7 +905,8 @@ def prepare(config: Config) -> SimpleNamespace:
     if state and state["step"] > config.steps:
         raise UserError(f"--steps {config.steps}: {out} is at step {state['step']} already")
     max_length = config.max_prompt_tokens + config.max_new_tokens
-    if max_length > (limit := getattr(model.config, "max_position_embeddings", max_length)):
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", max_length)
+    if max_length > limit:
         flags = "--max-prompt-tokens + --max-new-tokens"
         raise UserError(f"{flags} is {max_length}, but the model has {limit} positions")
     try:
@@ -882,11 +918,11 @@ def prepare(config: Config) -> SimpleNamespace:
         if max(example.ids) >= known:
             where = f"token {max(example.ids)} of {example.where}"
             raise UserError(f"--model has {known} embeddings, but its tokenizer makes {where}")
-    check_head(model, examples[0].ids[:8])
+    check_model(model, layers, examples[0].ids[:8])
     for path, weight in (state["weights"] if state else {}).items():
         if path not in layers or layers[path].weight.shape != weight.shape:
             raise UserError(f"{checkpoint} does not fit this run: it has a layer {path}")
-        layers[path].weight.data.copy_(weight)
+        layers[path].weight.data = weight
     return SimpleNamespace(
         out=out,
         checkpoint=checkpoint,
@@ -912,39 +948,52 @@ def build_optimizer(config: Config, it):
         logra.checkpoint_layers(it.model)
     if logra.world() > 1:
         logra.shard_model(it.model, getattr(torch, config.dtype), it.stored)
+    else:
+        logra.own_float32(it.model)
+        it.model.to("cuda" if torch.cuda.is_available() else "cpu")
     budget = (config.kl_budget, config.kl_budget_final, config.kl_budget_steps)
     control = logra.KLControl(*budget, config.alpha_max, config.kl_control)
-    if config.optimizer != "row_adam":
+    if config.optimizer in WITHOUT_SKETCH:
         say(f"{config.optimizer}: {logra.freeze_all_but(it.model, it.layers)}")
     if config.optimizer == "adamw":
         return logra.DenseAdamW(it.layers, config.lr), control, {}
     if config.optimizer == "lora":
         return logra.LoRA(it.layers, config.rank, config.lr, config.seed), control, {}
+    rank, kind, rule = config.rank, config.projection, config.optimizer
+    if rule == "dense_row_adam":  # with A = I the sketch is the gradient
+        rank, kind = max(module.in_features for module in it.layers.values()), "identity"
+        rule = "row_adam"
     sketches = logra.attach_sketches(
-        it.model, config.rank, config.targets, config.seed, config.projection, config.refresh
+        it.model, rank, config.targets, config.seed, kind, config.refresh
     )
     keep = config.keep_layer_norm
-    optimizer = logra.LoGRA(sketches, config.update_ratio, keep_layer_norm=keep)
+    optimizer = logra.LoGRA(sketches, config.update_ratio, keep_layer_norm=keep, rule=rule)
     return optimizer, control, sketches.settings
 
 
-def start_engine(config: Config, it, settings):
-    """The generator, with the trainer's weights.  Raises UserError if vLLM refuses."""
-    say(f"starting {config.engine} ...")
-    if config.engine == "hf":
-        return logra.HFGenerator(it.model, it.eos_ids, config.dtype)
-    directory = it.checkpoint or config.model or it.out / "step-0"
+def vllm_engine(prompt, *options):
+    """A vLLM engine that has answered a prompt.  Raises UserError if vLLM refuses."""
     try:
-        generator = logra.VLLMGenerator(
-            directory, it.eos_ids, it.max_length, settings, config.dtype, config.kv_gib
-        )
-        generator.generate([it.examples[0].ids], [0], 1)  # some models are refused only here
+        generator = logra.VLLMGenerator(*options)
+        generator.generate([prompt], [0], 1)  # some models are refused only here
+        return generator
     except ImportError as error:
         raise UserError(f"vLLM cannot be imported ({error}); --engine hf does without") from error
     except (ValueError, RuntimeError) as error:  # vLLM's own words: too little memory, ...
-        reason = str(error).strip().splitlines()[0]
+        reason = " ".join(str(error).split())[:300]
         raise UserError(f"the engine does not start: {reason}") from None
-    generator.load({path: module.weight for path, module in it.layers.items()})
+
+
+def start_engine(config: Config, it, settings, wire):
+    """The generator, with the trainer's weights; wire: to the ranks that only generate, if any."""
+    say(f"starting {config.engine} ...")
+    if config.engine == "hf":
+        return logra.HFGenerator(it.model, it.eos_ids, config.dtype)
+    directory = str(it.checkpoint or config.model or it.out / "step-0")
+    options = (directory, it.eos_ids, it.max_length, settings, config.dtype, config.kv_gib)
+    options = (it.examples[0].ids, *options)
+    generator = logra.RemoteGenerator(wire, *options, True) if wire else vllm_engine(*options)
+    generator.load((path, module.weight) for path, module in it.layers.items())
     return generator
 
 
@@ -982,12 +1031,15 @@ def assess(config: Config, it, generator, journal, step: int, greedy: bool) -> d
     return found
 
 
-def evaluate_only(config: Config, it, journal) -> None:
+def evaluate_only(config: Config, it, journal, wire) -> None:
     """--eval-only: a line for people, then one JSON object."""
     if config.engine == "hf":
+        logra.own_float32(it.model)
         it.model.to("cuda" if torch.cuda.is_available() else "cpu")
-    generator, step = start_engine(config, it, {}), it.state["step"] if it.state else 0
+    generator, step = start_engine(config, it, {}, wire), it.state["step"] if it.state else 0
     found = assess(config, it, generator, journal, step, greedy=False)
+    if wire:
+        generator.stop()
     if logra.my_rank() == 0:
         print(json.dumps(found))
 
@@ -998,9 +1050,11 @@ def say(line: str) -> None:
         tqdm.write(line, file=sys.stderr)
 
 
-def run(config: Config) -> None:
+def run(config: Config, wire=None) -> None:
     """One run, from the configuration to the last checkpoint."""
     clock = logra.Clock()
+    if config.dtype == "auto":
+        config.dtype = "bfloat16" if torch.cuda.is_available() else "float32"
     if config.model is None:  # a model this small is fastest with one thread
         os.environ["OMP_NUM_THREADS"] = "1"
         torch.set_num_threads(1)
@@ -1012,7 +1066,7 @@ def run(config: Config) -> None:
     logra.raise_together(failure)
 
     if config.eval_only and not config.out:
-        return evaluate_only(config, it, None)
+        return evaluate_only(config, it, None, wire)
 
     # The run directory exists from here on; all ranks have found it absent
     lock = failure = None
@@ -1033,14 +1087,12 @@ def run(config: Config) -> None:
     }
     settings = {"config": dataclasses.asdict(config), "versions": versions}
     if logra.my_rank() == 0:
-        settings["world_size"] = logra.world()
+        settings["world_size"] = logra.world() + config.generation_ranks
         (it.out / "config.json").write_text(json.dumps(settings, indent=1))
     if config.eval_only:
-        return evaluate_only(config, it, Journal(it.out, 0))
+        return evaluate_only(config, it, Journal(it.out, 0), wire)
     if not config.model and not it.checkpoint:
         warm_up(it.model, it.tokenizer, [example.row for example in it.examples], config.seed)
-    if logra.world() == 1:
-        it.model.to("cuda" if torch.cuda.is_available() else "cpu")
     try:
         optimizer, control, settings = build_optimizer(config, it)
     except (RuntimeError, MemoryError) as error:
@@ -1050,7 +1102,7 @@ def run(config: Config) -> None:
     if not config.model:
         save(0)  # the engine starts from a directory
     journal = Journal(it.out, step)
-    generator = start_engine(config, it, settings)
+    generator = start_engine(config, it, settings, wire)
     clock.lap("start")
 
     if it.held_out and step == 0:
@@ -1088,6 +1140,8 @@ def run(config: Config) -> None:
         raise UserError(f"{error}; stopped after step {step}, saved in {saved}") from None
     finally:
         bar.close()
+    if wire:
+        generator.stop()
     if not quiet:
         report(it.out, clock.seconds)
 
@@ -1129,27 +1183,39 @@ def report(out: Path, seconds: dict) -> None:
     print(f"saved in {shown_path(last_checkpoint(out))}")
 
 
+LOST = ("onnection closed by peer", "onnection reset by peer", "roken pipe", "NCCL")
+FULL = ("out of memory", "can't allocate memory")  # words of torch's errors
+
+
 def main(argv=None) -> int:
     """Exit code 0; 2 with one sentence if the user can put something right; 130 after Ctrl-C."""
-    config, rank = None, int(os.environ.get("RANK", "0"))
+    config, rank, wait = None, int(os.environ.get("RANK", "0")), False
     try:
         config = parse(sys.argv[1:] if argv is None else argv)
+        wire, generates = None, False
         if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
-            if torch.cuda.is_available():
-                torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-            dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
-        run(config)
+            wire, generates = logra.start_ranks(config.generation_ranks)
+        if generates:
+            logra.serve(wire, vllm_engine)
+        else:
+            run(config, wire)
         return 0
     except (UserError, logra.StopRun) as error:
         message, code = f"error: {error}", 2
     except OSError as error:
         message, code = f"error: {error}; {last_words(config and config.out)}", 1
+    except (RuntimeError, MemoryError) as error:
+        wait, full = (any(w in str(error) for w in words) for words in (LOST, FULL))
+        if not (wait or full or isinstance(error, MemoryError)):
+            raise
+        why = "another rank is gone" if wait else f"out of memory: {str(error).splitlines()[0]}"
+        message, code = f"error: {why}; {last_words(config and config.out)}", 1
     except KeyboardInterrupt:
         begun = config and config.out and Path(config.out).exists()
         message, code = "interrupted before anything was written", 130
         if begun:
             message = f"interrupted; go on with --resume {shown_path(config.out)}"
-    if rank and code != 130:
+    if (rank or wait) and code != 130:
         time.sleep(15)  # rank 0 says the same, and torchrun then ends this one; or else it speaks
         message = message.replace("error:", f"error: rank {rank}:", 1)
     if rank == 0 or code != 130:
