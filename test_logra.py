@@ -1367,7 +1367,7 @@ def test_groups_go_by_position():
     assert (merged[1] != 0).all()  # wrong
 
 
-def test_running_mean_judges_by_the_steps_before():
+def test_running_mean_judges_by_the_steps_before(monkeypatch):
     """Worked by hand: baseline b <- 0.9 b + 0.1 mean, the first mean to begin with; one answer to
     a prompt will do, and a difference that is rounding is no signal."""
     rewards = torch.tensor([[1.0], [0.0], [0.0], [1.0]])
@@ -1380,6 +1380,10 @@ def test_running_mean_judges_by_the_steps_before():
     same = torch.full((7, 1), 0.1, dtype=torch.float64)
     for baseline in (None, 0.1 + 1e-16):
         assert (logra.running_mean_advantages(same, baseline)[0] == 0).all()
+    others = torch.tensor([0.0, 2.0])  # two answers of another rank, neither right
+    monkeypatch.setattr(logra, "rank_sum", lambda total: total + others)
+    fourth, b = logra.running_mean_advantages(rewards, None)
+    assert b == pytest.approx(2 / 6) and fourth[1].item() == pytest.approx(-2 / 6)
 
 
 @pytest.mark.parametrize("chunk", [512, 4, 1])
@@ -3102,12 +3106,14 @@ def test_an_end_token_that_the_tokenizer_adds_is_no_prompt():
 
 
 def test_all_end_tokens_are_known(models):
-    """Those of the generation config and the tokenizer's (2)."""
+    """Those of the generation config, the model's own and the tokenizer's (2)."""
     model = transformers.AutoModelForCausalLM.from_pretrained(models["meddling"])
     tokenizer = tokenizer_with_bos()
     assert train.end_tokens(model, tokenizer) == [1, 7, 9]
     tokenizer.eos_token = "<unk>"
     assert train.end_tokens(model, tokenizer) == [1, 2, 7, 9]
+    model.config.eos_token_id = 8
+    assert train.end_tokens(model, tokenizer) == [1, 2, 7, 8, 9]
 
 
 def test_every_epoch_has_every_row_once_in_an_order_of_its_own():
@@ -3445,17 +3451,20 @@ def test_a_reward_that_takes_too_long_is_stopped():
     before = signal.getsignal(signal.SIGALRM)
 
     def endless(completion, row):
-        while True:
+        end = time.monotonic() + 5
+        while time.monotonic() < end:
             try:
                 time.sleep(0.01)
             except Exception:  # noqa: BLE001, S112
                 continue
+        return 0.0
 
     start = time.monotonic()
     for _ in range(2):
         with pytest.raises(train.UserError, match="--reward-seconds 0.1.*rows.jsonl:7"):
             train.score(endless, tokenizer_with_bos(), 0.1, sample)
     assert time.monotonic() - start < 3
+    assert train.score(lambda completion, row: 2, tokenizer_with_bos(), 60, sample) == 2
     assert signal.getitimer(signal.ITIMER_REAL)[0] == 0
     assert signal.getsignal(signal.SIGALRM) == before
 
@@ -3550,14 +3559,18 @@ def test_every_row_is_evaluated_once_on_any_number_of_ranks(monkeypatch, ranks, 
     assert len(seen) == len(set(seen)) == rows * samples and {c[2] for c in dice.calls} == {0.7}
 
 
-def test_rewards_beyond_one_have_no_interval():
-    """The paper's -0.01 for a wrong answer is no share; pass@k counts rewards above 0."""
+def test_a_penalty_is_a_wrong_answer_and_rewards_above_one_have_no_interval():
+    """1 and the paper's -0.01 give the share that is right; fractions are as exact as float64."""
     examples = [train.Example([i], {}, "at") for i in range(50)]
     reward = lambda s: 1.0 if s.completion[0] < 2 else -0.01
     found, samples = train.evaluate(Dice(), examples, reward, train.Config(), 0.7)
-    right = sum(s.completion[0] < 2 for s in samples)
-    assert found["interval"] is None and found["pass_at_k"] == right / 50
-    assert found["mean_at_k"] == pytest.approx((right - 0.01 * (50 - right)) / 50)
+    right = sum(s.completion[0] < 2 for s in samples) / 50
+    assert found["mean_at_k"] == found["pass_at_k"] == right and 0 < right < 1
+    assert found["interval"] == train.wilson(right, 50)
+    assert {s.reward for s in samples} == {1.0, -0.01}
+    double = lambda s: 2 * reward(s)
+    found, _ = train.evaluate(Dice(), examples, double, train.Config(), 0.7)
+    assert found["interval"] is None and found["mean_at_k"] == 2 * right
     fractions = lambda s: 0.1
     assert train.evaluate(Dice(), examples, fractions, train.Config(), 0.7)[0]["mean_at_k"] == 0.1
 
