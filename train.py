@@ -106,7 +106,8 @@ class Config:
     updates_per_batch: int = flag(1, "updates made from one rollout batch")
     micro_batch: int = flag(4, "answers in one forward pass; changes memory and speed, no result")
     advantage: Literal["group", "running_mean"] = flag(
-        "group", "reward - mean of the group, or of the steps before, not divided by a std"
+        "group",
+        "what is taken off a reward: its group's mean, or that of the steps before (no std)",
     )
     divide_by_std: bool = flag(True, "divide advantages by the std of their group")
     denominator: Literal["tokens", "constant"] = flag(
