@@ -3,14 +3,15 @@
     python train.py                              a tiny model learns to sort digits, in minutes
     python train.py --model DIR --data train.jsonl --eval-data test.jsonl
     python train.py --resume runs/NAME           go on from the last checkpoint
+    python train.py --resume runs/NAME --eval-only              or --model DIR --eval-data FILE
     torchrun --nproc-per-node N train.py ...     any of these on N ranks, weights sharded
     python train.py --estimate-memory --model DIR_OR_CONFIG_JSON --world-size N
     python train.py --help                       every flag, with its default
 
 A row of a JSONL file is {"prompt": ..., "answer": ...} or GSM8K's {"question": ..., "answer":
-"... #### 18"}; a prompt may be a chat, [{"role": ..., "content": ...}].  A run writes runs/NAME:
-config.json, metrics.jsonl (a line an update), samples.jsonl, and a directory step-N for each
-checkpoint, which from_pretrained and vLLM load.
+"... #### 18"}; a prompt may be a chat, [{"role": ..., "content": ...}], and be called "messages".
+A run writes runs/NAME: config.json, metrics.jsonl (a line an update), samples.jsonl, and a
+directory step-N for each checkpoint, which from_pretrained and vLLM load.
 
 In this file, from top to bottom: configuration, built-in task, data and rewards, model,
 checkpoints, evaluation, screen, memory estimate, main.  It holds no mathematics.
@@ -81,7 +82,11 @@ class Config:
     eval_data: str | None = flag(None, "JSONL file of held-out rows")
     system: str | None = flag(None, "system turn before every prompt that has none of its own")
     template_kwargs: str = flag("{}", "JSON object of further arguments of the chat template")
-    reward: str = flag("number", "number, exact, or file.py:function(completion, row) -> float")
+    reward: str = flag(
+        "number",
+        "number, exact, or file.py:function(completion, row) -> float, which may have arguments"
+        " token_ids and finish_reason",
+    )
     reward_seconds: float = flag(10.0, "time limit of one call of the reward")
     out: str | None = flag(None, "run directory; must not exist (default: runs/ and a number)")
     resume: str | None = flag(None, "run directory to go on with, from its last checkpoint")
@@ -102,7 +107,8 @@ class Config:
     updates_per_batch: int = flag(1, "updates made from one rollout batch")
     micro_batch: int = flag(4, "answers in one forward pass; changes memory and speed, no result")
     advantage: Literal["group", "running_mean"] = flag(
-        "group", "reward - mean of the group, or of the steps before, not divided by a std"
+        "group",
+        "what is taken off a reward: its group's mean, or that of the steps before (no std)",
     )
     divide_by_std: bool = flag(True, "divide advantages by the std of their group")
     denominator: Literal["tokens", "constant"] = flag(
@@ -290,7 +296,7 @@ def load_json(path: Path) -> dict:
     """Raises UserError if it is not there or is not JSON."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} cannot be read: {error}") from None
 
 
@@ -508,7 +514,8 @@ def last_number(text: str):
     - A sign counts if it touches the number (or its currency) and nothing before: 10-5 is 5.
     - Currency, percent (50% is 50), a unit behind, markup and a full stop are not read.  Digits
       behind a letter or a ^ belong to a word or a unit: x2, cm^2.
-    Nothing is evaluated, and the time is linear in the length of the text.
+    Nothing is evaluated, the time is linear, and only the last 10,000 characters of what is left
+    to read count.
     """
     box, marks = text.rfind("\\boxed{"), [*MARKED.finditer(text)]
     if marks and marks[-1].start() > box:
@@ -520,6 +527,7 @@ def last_number(text: str):
             if depth == 0:
                 break
         text = "" if depth else text[start : brace.start()]
+    text = text[-10_000:]
     for pattern, plain in LATEX:
         text = pattern.sub(plain, text)
     found = []
@@ -550,7 +558,8 @@ def wanted_number(row: dict):
 
 def number_reward(completion: str, row: dict) -> float:
     """1 if the completion ends with the number that is the answer, see last_number."""
-    return float(last_number(completion) == wanted_number(row))
+    number = last_number(completion)
+    return float(number is not None and number == wanted_number(row))
 
 
 def exact_reward(completion: str, row: dict) -> float:
@@ -770,36 +779,37 @@ def wilson(share: float, n: int, z=1.96) -> list:
 def evaluate(generator, examples, reward, config, temperature):
     """What --eval-only prints, and the samples of this rank; the same draws every time.
 
-    mean_at_k: mean reward of the k answers to a row.  pass_at_k: share of rows of which an answer
-    has a reward above 0; the unbiased 1 - C(n - c, k) / C(n, k) of n = k answers, c of them right.
+    mean_at_k: mean reward of the k answers to a row; a penalty counts as 0, so that it is the share
+    that is right if rewards are 1 and -0.01.  pass_at_k: share of rows of which an answer has a
+    reward above 0; the unbiased 1 - C(n - c, k) / C(n, k) of n = k answers, c of them right.
     interval: Wilson's of mean_at_k, counting rows, since answers to one row are not independent;
-    None where a reward is not in [0, 1].
+    None where a reward is above 1.
     """
     repeats = config.eval_samples if temperature else 1
     chosen = [(i, k) for i in range(len(examples)) for k in range(repeats)]
     share, failure = chosen[logra.my_rank() :: logra.world()], None
     seeds = [logra.stable_seed("eval", config.seed, i, k) for i, k in share]
     prompts = [examples[i].ids for i, _ in share]
-    table = torch.zeros(len(examples), 4, dtype=torch.float64)
+    table = torch.zeros(len(examples), 4, dtype=torch.float64)  # sum, right, above 1, answers
     try:
         options = (config.max_new_tokens, temperature)
         samples = generator.generate(prompts, seeds, *options)
         for (i, _), sample in zip(share, samples, strict=True):
             sample.row, sample.index = examples[i], i
             sample.reward = r = reward(sample)
-            table[i] += torch.tensor([r, r > 0, not 0 <= r <= 1, 1], dtype=table.dtype)
+            table[i] += torch.tensor([max(r, 0), r > 0, r > 1, 1], dtype=table.dtype)
     except UserError as error:
         failure = error
     logra.raise_together(failure)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    total, right, outside, answers = logra.rank_sum(table.to(device)).cpu().unbind(1)
+    total, right, above, answers = logra.rank_sum(table.to(device)).cpu().unbind(1)
     rows, mean = int((answers == repeats).sum()), (total.sum() / answers.sum()).item()
     return {
         "rows": rows,
         "samples_per_row": repeats,
         "mean_at_k": mean,
         "pass_at_k": (right > 0).sum().item() / rows,
-        "interval": None if outside.any() else wilson(mean, rows),
+        "interval": None if above.any() else wilson(mean, rows),
     }, samples
 
 
