@@ -42,12 +42,14 @@ import hashlib
 import importlib
 import math
 import os
+import pickle
 import resource
 import sys
 import time
 import weakref
 from bisect import bisect_left
 from dataclasses import dataclass, field
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -144,6 +146,33 @@ def taken_back(factor: torch.Tensor, back: float) -> torch.Tensor:
 
 class StopRun(Exception):
     """A reason to stop that all ranks raise together, so that none waits for another."""
+
+
+def start_ranks(generation_ranks: int = 0):
+    """Meet the other ranks that torchrun has started; the last few only generate.
+
+    The training ranks become the default group, in which everything below happens.  vLLM makes its
+    own groups with all ranks of the default group, so a generation rank is in none, and one wire
+    of all ranks carries what crosses.  Returns that wire and whether this rank generates.
+    """
+    store, rank, size = next(dist.rendezvous("env://"))
+    trainers, wire, here = size - generation_ranks, None, int(os.environ["LOCAL_RANK"])
+    if rank >= trainers:  # its GPU is the only one that it sees: vLLM takes the first
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        visible = visible.split(",") if visible else [str(i) for i in range(size)]
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible[min(here, len(visible) - 1)]
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            del os.environ[name]  # the engine is a world of its own
+    elif torch.cuda.is_available():
+        torch.cuda.set_device(here)
+    if generation_ranks:
+        store_of_wire = dist.PrefixStore("wire", store)
+        wire = dist.ProcessGroupGloo(store_of_wire, rank, size, timedelta(hours=1))
+    if rank < trainers and trainers > 1:
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        of_trainers = dist.PrefixStore("train", store)
+        dist.init_process_group(backend, store=of_trainers, rank=rank, world_size=trainers)
+    return wire, rank >= trainers
 
 
 def world() -> int:
@@ -254,6 +283,17 @@ def gathered_embedding(module, dtype, ids):
         module.weight = shard
 
 
+def own_float32(module) -> None:
+    """Copy the weights of a module to float32, out of the mapped file that they may lie in.
+
+    A copy even of float32: a mapped tensor is not aligned, and there the same product rounds
+    otherwise than in a run that was not resumed.
+    """
+    for parameter in module.parameters():
+        if not isinstance(parameter, DTensor):  # it is a shard already
+            parameter.data = parameter.data.to(torch.float32, copy=True)
+
+
 def shard_model(model, dtype, frozen_dtype=torch.float32) -> None:
     """FSDP2: this rank keeps its rows of every weight in float32 and computes in `dtype`.
 
@@ -272,6 +312,7 @@ def shard_model(model, dtype, frozen_dtype=torch.float32) -> None:
     head.weight = embedding.weight if tied else head.weight
     embedding.forward = functools.partial(gathered_embedding, embedding, dtype)
     for module in (*decoder_layers(model), model.base_model):
+        own_float32(module)  # a layer at a time: the whole model is never in this rank's memory
         fully_shard(module, mesh=mesh, mp_policy=policy, ignored_params={embedding.weight})
         module.set_gradient_divide_factor(1.0)  # sums, as everywhere
         module.set_force_sum_reduction_for_comms(True)  # gloo has no other
@@ -1032,6 +1073,7 @@ class KLControl:
     def __init__(self, budget=2e-4, final_budget=2e-5, updates=300, alpha_max=3.0, enabled=True):
         self.ends, self.updates, self.alpha_max = (budget, final_budget), updates, alpha_max
         self.enabled, self.mismatch = enabled, 0.0
+        self.baseline = None  # of running_mean_advantages; it is saved with the mismatch
 
     def budget(self, update: int) -> float:
         """The KL per token that update number `update` (from 0) may spend."""
@@ -1089,6 +1131,21 @@ def group_advantages(rewards: torch.Tensor, divide_by_std: bool = True) -> torch
     std = rewards.std(1, correction=0, keepdim=True)
     alive = std > 1e-9 * rewards.abs().amax(1, keepdim=True)
     return torch.where(alive, centred / std if divide_by_std else centred, 0.0)
+
+
+def running_mean_advantages(rewards: torch.Tensor, baseline: float | None, weight=0.1):
+    """Advantages [P, G] = reward - baseline, where G may be 1, and the next baseline (the paper's).
+
+    baseline: a running mean of the steps before this one, over all ranks, so that it knows nothing
+    of the answers it judges (a choice of ours).  None: the first step is judged by its own mean.
+    """
+    rewards = rewards.double()
+    total = rank_sum(torch.stack([rewards.sum(), rewards.new_tensor(rewards.numel())]))
+    mean = (total[0] / total[1]).item()
+    baseline = mean if baseline is None else baseline
+    centred = rewards - baseline
+    signal = centred.abs() > 1e-9 * max(abs(baseline), rewards.abs().max())  # above rounding
+    return torch.where(signal, centred, 0.0), baseline + weight * (mean - baseline)
 
 
 def token_logprobs(hidden, head, ids, temperature, chunk=512):
@@ -1217,10 +1274,12 @@ class VLLMGenerator:
 
     generate(prompts, seeds, ...) -> Samples, one for each prompt and seed
     update(factors, update, back)    W -= F A in the engine, but for a share that is taken back
-    load(weights)                    the weights whole
+    load(weights)                    the weights whole, pairs (path, W)
     """
 
-    def __init__(self, model_dir, eos_ids, max_length, settings, dtype="float32", kv_gib=1.0):
+    def __init__(
+        self, model_dir, eos_ids, max_length, settings, dtype="float32", kv_gib=1.0, alone=False
+    ):
         on_cpu = not torch.cuda.is_available()
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # tensors pass by reference
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -1237,7 +1296,7 @@ class VLLMGenerator:
         if on_cpu:  # or vLLM packs the weights away, and writing to them changes nothing
             layer_utils.dispatch_cpu_unquantized_gemm = plain_cpu_linear
         self.vllm, self.eos_ids, self.settings = vllm, list(eos_ids), settings
-        self.on_cpu, self.asleep = on_cpu, False
+        self.can_sleep, self.asleep = not (on_cpu or alone), False
         self.llm = vllm.LLM(
             str(model_dir),
             dtype=dtype,
@@ -1249,7 +1308,7 @@ class VLLMGenerator:
             enforce_eager=on_cpu,
             kv_cache_memory_bytes=int(kv_gib * 2**30),
             gpu_memory_utilization=0.01,  # no share of the GPU is claimed beyond what is used
-            enable_sleep_mode=not on_cpu,  # on a GPU the engine makes room while the trainer works
+            enable_sleep_mode=self.can_sleep,  # it makes room on the GPU while the trainer works
             logprobs_mode="processed_logprobs",  # after the temperature: what was sampled from
             generation_config="vllm",  # not the model's: every sampling field is set below
             skip_tokenizer_init=True,
@@ -1260,6 +1319,8 @@ class VLLMGenerator:
 
     def generate(self, prompts, seeds, max_new_tokens, temperature=1.0) -> list:
         """One Sample for each prompt (token ids) and seed; temperature 0 is greedy."""
+        if not prompts:
+            return []
         self.wake()
         self.llm.reset_prefix_cache()  # so that what came before cannot matter, not even by a bit
         fixed = dict.fromkeys(("min_p", "presence_penalty", "frequency_penalty"), 0.0)
@@ -1269,7 +1330,7 @@ class VLLMGenerator:
         params = [self.vllm.SamplingParams(seed=seed, **fixed) for seed in seeds]
         requests = [{"prompt_token_ids": ids} for ids in prompts]
         outputs = [o.outputs[0] for o in self.llm.generate(requests, params, use_tqdm=False)]
-        if not self.on_cpu:  # level 1 keeps the weights, on the host; level 2 would lose them
+        if self.can_sleep:  # level 1 keeps the weights, on the host; level 2 would lose them
             self.llm.sleep(level=1)
             self.asleep = True
         return [
@@ -1283,20 +1344,21 @@ class VLLMGenerator:
             self.llm.wake_up()
         self.asleep = False
 
-    def update(self, factors: dict, update: int, back: float = 0.0) -> int:
-        """Apply one update by its factors.  Returns the bytes that a wire would carry."""
+    def update(self, factors: dict, update: int, back: float = 0.0) -> None:
+        """Apply one update by its factors, but for the share `back` that was taken back."""
         self.wake()
         self.llm.collective_rpc("sync_factors", args=(factors, update, back))
         self.llm.reset_prefix_cache()  # keys and values of the old weights
-        return sum(f.numel() * f.element_size() for f in factors.values())
 
-    def load(self, weights: dict) -> int:
-        """Replace the target weights whole.  Returns the bytes that a wire would carry."""
+    def load(self, weights, ranks=None) -> None:
+        """Replace the target weights whole; weights: pairs (path, W), one gathered at a time.
+
+        ranks: the number that holds the trainer's rows (default: all).
+        """
         self.wake()
-        pairs = ((path, whole(W)) for path, W in weights.items())  # one gathered at a time
-        self.llm.collective_rpc("sync_weights", args=(pairs, self.settings, world()))
+        pairs = ((path, whole(W)) for path, W in weights)
+        self.llm.collective_rpc("sync_weights", args=(pairs, self.settings, ranks or world()))
         self.llm.reset_prefix_cache()
-        return sum(W.numel() * W.element_size() for W in weights.values())
 
     def read(self) -> dict:
         """{path: weights} of the target layers as the engine has them."""
@@ -1307,6 +1369,100 @@ class VLLMGenerator:
 def plain_cpu_linear(layer, remove_weight) -> None:
     """vLLM's choice of a CPU kernel, made once: the one that reads the weight it is given."""
     layer.cpu_linear = F.linear
+
+
+def exchange(wire, message) -> tuple:
+    """What each rank of the wire has to say, in their order, and the bytes of all that."""
+    mine = torch.frombuffer(bytearray(pickle.dumps(message)), dtype=torch.uint8)
+    sizes = [torch.zeros(1, dtype=torch.long) for _ in range(wire.size())]
+    wire.allgather([sizes], [torch.tensor([len(mine)])]).wait()
+    said = [torch.zeros(max(sizes), dtype=torch.uint8) for _ in sizes]
+    padded = F.pad(mine, (0, len(said[0]) - len(mine)))
+    wire.allgather([said], [padded]).wait()
+    return [pickle.loads(x.numpy()) for x in said], sum(map(int, sizes))
+
+
+class RemoteGenerator:
+    """The same methods, and stop(), on a training rank whose engines are ranks of their own.
+
+    All training ranks call together.  Token ids and seeds go over, token ids and log-probs come
+    back, and after an update the factors in bfloat16 with its number.  crossed: bytes of all that
+    since generate() was last called.
+    """
+
+    def __init__(self, wire, *engine):
+        self.wire, self.crossed = wire, 0
+        self.ask("start", *engine)
+
+    def ask(self, *request) -> list:
+        """The requests of all training ranks, which the generation ranks have heard."""
+        requests, size = exchange(self.wire, request)
+        self.crossed += size
+        return requests[: world()]
+
+    def generate(self, prompts, seeds, max_new_tokens, temperature=1.0) -> list:
+        """As VLLMGenerator.generate: the prompts of all training ranks, split among engines."""
+        self.crossed = 0
+        asked = self.ask("generate", max_new_tokens, temperature, prompts, seeds)
+        answers, size = exchange(self.wire, None)
+        self.crossed += size
+        answers = [answer for part in answers[world() :] for answer in part]
+        start = sum(len(request[-1]) for request in asked[: my_rank()])
+        answers = answers[start : start + len(prompts)]
+        return [Sample(ids, *answer) for ids, answer in zip(prompts, answers, strict=True)]
+
+    def update(self, factors: dict, update: int, back: float = 0.0) -> None:
+        """Send the factors, the number of the update and the share that was taken back."""
+        self.ask("update", {path: tuple(f.shape) for path, f in factors.items()}, update, back)
+        self.send(factors.items())
+
+    def load(self, weights) -> None:
+        """Send the weights whole, one gathered at a time."""
+        weights = list(weights)
+        self.ask("load", {path: tuple(W.shape) for path, W in weights}, world())
+        self.send((path, whole(W)) for path, W in weights)
+
+    def send(self, tensors) -> None:
+        """Broadcast the tensors of pairs (path, tensor) from the first training rank."""
+        for _, tensor in tensors:
+            self.wire.broadcast(tensor := tensor.cpu().contiguous(), 0).wait()
+            self.crossed += tensor.numel() * tensor.element_size()
+
+    def stop(self) -> None:
+        self.ask("stop")
+
+
+def serve(wire, start) -> None:
+    """What a generation rank does: start an engine by start(...), generate, update, until "stop".
+
+    Whatever raises here ends this rank, and torchrun then the others.
+    """
+
+    def receive(shapes, dtype):
+        for path, shape in shapes.items():
+            wire.broadcast(tensor := torch.empty(shape, dtype=dtype), 0).wait()
+            yield path, tensor.to(device)
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    while True:
+        asked = [request for request in exchange(wire, None)[0] if request]  # by training ranks
+        verb, *args = asked[0]
+        if verb == "start":
+            generator = start(*args)
+        elif verb == "generate":
+            prompts, seeds = ([x for request in asked for x in request[i]] for i in (3, 4))
+            n, engines, mine = len(prompts), wire.size() - len(asked), wire.rank() - len(asked)
+            share = slice(mine * n // engines, (mine + 1) * n // engines)
+            samples = generator.generate(prompts[share], seeds[share], *args[:2])
+            exchange(wire, [(s.completion, s.logprobs, s.finished) for s in samples])
+        elif verb == "update":
+            shapes, *numbers = args
+            generator.update(dict(receive(shapes, torch.bfloat16)), *numbers)
+        elif verb == "load":
+            shapes, ranks = args
+            generator.load(receive(shapes, torch.float32), ranks)
+        else:
+            return
 
 
 class HFGenerator:
@@ -1356,9 +1512,8 @@ class HFGenerator:
             samples.append(Sample(prompt, ids[:n], logp[:n], True in end))
         return samples
 
-    def update(self, *_) -> int:
+    def update(self, *_) -> None:
         """Nothing to send: the weights are the trainer's."""
-        return 0
 
     load = update
 
@@ -1470,12 +1625,17 @@ def grpo(model, generator, optimizer, control, draw, reward, config, first_step=
         rewards = torch.tensor([s.reward for s in samples], dtype=torch.float64)
         rewards = rewards.view(-1, config.group_size)  # [P, G]
         advantages = group_advantages(rewards, config.divide_by_std)
+        if config.advantage == "running_mean":
+            there = rewards.to(model.device)
+            advantages, control.baseline = running_mean_advantages(there, control.baseline)
+        covered = [s for s in samples if s.finished or not config.mask_truncated]  # by the loss
         for sample, advantage in zip(samples, advantages.flatten().tolist(), strict=True):
-            sample.advantage = advantage
+            sample.advantage = advantage * (sample.finished or not config.mask_truncated)
         alive = [s for s in samples if s.advantage]  # the others would add exactly 0
         sums = {
             "samples": len(samples),
             "tokens": sum(len(s.completion) for s in samples),
+            "covered": sum(len(s.completion) for s in covered),
             "alive": len(alive),
             "dead_groups": (advantages == 0).all(1).sum().item(),
             "reward": rewards.sum().item(),
@@ -1484,7 +1644,9 @@ def grpo(model, generator, optimizer, control, draw, reward, config, first_step=
         }
         values = rank_sum(torch.tensor([*sums.values()], dtype=torch.float64, device=model.device))
         sums = dict(zip(sums, values.tolist(), strict=True))
-        tokens = sums["tokens"]  # the one denominator
+        tokens, denominator = sums["tokens"], sums["covered"]  # the one denominator
+        if config.denominator == "constant":  # Dr. GRPO (2503.20783)
+            denominator = sums["samples"] * config.max_new_tokens
         probe = [
             dataclasses.replace(s, completion=s.completion[:4096])  # the paper's bound
             for s in samples[:: config.group_size][: config.probe_responses]
@@ -1509,7 +1671,7 @@ def grpo(model, generator, optimizer, control, draw, reward, config, first_step=
 
             if sums["alive"]:
                 # 4  a direction U of size update_ratio
-                optimizer.propose(tokens)
+                optimizer.propose(denominator)
                 clock.lap("update")
                 # 5  how far the KL budget lets it go
                 check = config.kl_check_every and update % config.kl_check_every == 0
@@ -1536,9 +1698,11 @@ def grpo(model, generator, optimizer, control, draw, reward, config, first_step=
                 clock.lap("probe")
                 # 7  send the factor and a number, not W
                 if config.sync == "factors":
-                    sent = generator.update(factors, update, back)
+                    generator.update(factors, update, back)
                 else:
-                    sent = generator.load(weights)
+                    generator.load(weights.items())
+                sent = factors if config.sync == "factors" else weights
+                sent = sum(x.numel() * x.element_size() for x in sent.values())
                 clock.lap("sync")
 
             yield {
@@ -1553,6 +1717,7 @@ def grpo(model, generator, optimizer, control, draw, reward, config, first_step=
                 "update_ratio": alpha * optimizer.param_groups[0].get("update_ratio", 0.0),
                 "grad_sketch_norm": optimizer.sketch_norm if sums["alive"] else 0.0,
                 "sync_bytes": sent,
+                "wire_bytes": getattr(generator, "crossed", 0),  # to and from generation ranks
                 "tokens_per_second": tokens / sum(clock.seconds.values()),
                 "peak_gib": peak_gib(),
                 "seconds": clock.seconds,

@@ -21,11 +21,13 @@ import functools
 import hashlib
 import importlib.metadata
 import importlib.util
+import inspect
 import json
 import math
 import os
 import re
 import shutil
+import signal
 import sys
 import time
 import warnings
@@ -74,7 +76,10 @@ class Config:
     model: str | None = flag(None, "directory or name of a Hugging Face causal language model")
     data: str | None = flag(None, "JSONL file of training rows")
     eval_data: str | None = flag(None, "JSONL file of held-out rows")
+    system: str | None = flag(None, "system turn before every prompt that has none of its own")
+    template_kwargs: str = flag("{}", "JSON object of further arguments of the chat template")
     reward: str = flag("number", "number, exact, or file.py:function(completion, row) -> float")
+    reward_seconds: float = flag(10.0, "time limit of one call of the reward")
     out: str | None = flag(None, "run directory; must not exist (default: runs/ and a number)")
     resume: str | None = flag(None, "run directory to go on with, from its last checkpoint")
     seed: int = flag(0, "everything random follows from it")
@@ -88,11 +93,19 @@ class Config:
     temperature: float = flag(1.0, "of sampling, and of every log-prob in training")
     engine: Literal["vllm", "hf"] = flag("vllm", "what generates")
     kv_gib: float = flag(2.0, "memory of vLLM's key-value cache, GiB")
+    generation_ranks: int = flag(0, "the last so many of torchrun's ranks only generate")
 
     # GRPO
     updates_per_batch: int = flag(1, "updates made from one rollout batch")
     micro_batch: int = flag(4, "answers in one forward pass; changes memory and speed, no result")
+    advantage: Literal["group", "running_mean"] = flag(
+        "group", "reward - mean of the group, or of the steps before, not divided by a std"
+    )
     divide_by_std: bool = flag(True, "divide advantages by the std of their group")
+    denominator: Literal["tokens", "constant"] = flag(
+        "tokens", "the loss is divided by the tokens it covers, or by answers x --max-new-tokens"
+    )
+    mask_truncated: bool = flag(False, "answers cut at --max-new-tokens add nothing to the loss")
     clip_low: float = flag(0.2, "the ratio is clipped below 1 - this")
     clip_high: float = flag(0.28, "the ratio is clipped above 1 + this")
     checkpointing: bool = flag(True, "recompute activations in backward")
@@ -136,6 +149,7 @@ class Config:
     eval_samples: int = flag(1, "answers to each held-out row")
     eval_rows: int = flag(0, "the first so many held-out rows; 0: all")
     eval_temperature: float = flag(1.0, "temperature of evaluations; the last is greedy as well")
+    eval_only: bool = flag(False, "evaluate --model, or --resume RUN or RUN/step-N, and end")
     save_every: int = flag(100, "steps between checkpoints; the last step is always saved")
 
 
@@ -167,11 +181,13 @@ AT_LEAST = {  # the smallest value that makes sense
     **dict.fromkeys(("updates_per_batch", "micro_batch", "rank", "kl_budget_steps"), 1),
     **dict.fromkeys(("probe_responses", "eval_every", "eval_samples", "save_every"), 1),
     **dict.fromkeys(("refresh", "kl_check_every", "eval_rows", "seed", "eval_temperature"), 0),
-    "group_size": 2,
+    "generation_ranks": 0,
+    "group_size": 1,
 }
 ABOVE_ZERO = ("temperature", "kv_gib", "clip_low", "clip_high", "update_ratio", "lr")
-ABOVE_ZERO += ("kl_budget", "kl_budget_final", "alpha_max")
+ABOVE_ZERO += ("kl_budget", "kl_budget_final", "alpha_max", "reward_seconds")
 FIXED = ("model", "data", "seed", "prompts_per_step", "group_size", "max_prompt_tokens")
+FIXED += ("system", "template_kwargs")
 FIXED += ("optimizer", "rank", "targets", "projection", "refresh")  # a resumed run keeps these
 WITHOUT_SKETCH = ("adamw", "lora")
 
@@ -186,17 +202,21 @@ def parse(argv) -> Config:
 
     parser.error = error
     config = Config(**vars(parser.parse_args(argv)))
-    if config.resume and config.out:
+    if config.resume and config.out and not config.eval_only:
         raise UserError("--resume goes on in its own directory; leave --out away")
     if config.resume:  # the run's own settings are the defaults of the flags
-        path = Path(config.resume) / "config.json"
+        run = Path(config.resume)
+        if config.eval_only and (run / "trainer.pt").exists():  # one checkpoint of a run
+            run = run.parent
+        path = run / "config.json"
         try:
             saved = dataclasses.asdict(Config(**load_json(path)["config"]))
         except (KeyError, TypeError) as error:
             raise UserError(f"{path} is not the configuration of a run: {error!r}") from None
         parser.set_defaults(**saved)
+        given = config.out
         config = absolute(Config(**vars(parser.parse_args(argv))))
-        config.out = config.resume
+        config.out = given or (None if config.eval_only else config.resume)
         for name in FIXED:
             if getattr(config, name) != saved[name]:
                 was = f"{dashed(name)} {saved[name]}"
@@ -212,13 +232,24 @@ def parse(argv) -> Config:
             raise UserError(f"{dashed(name)} must be above 0, not {getattr(config, name)}")
     if config.clip_low >= 1:
         raise UserError(f"--clip-low must be below 1, not {config.clip_low}")
-    if config.model and not config.data:
+    if config.group_size == 1 and config.advantage == "group":
+        raise UserError("--group-size must be at least 2, not 1, unless --advantage running_mean")
+    if config.eval_only and not (config.eval_data if config.model else config.resume):
+        raise UserError("--eval-only needs --model and --eval-data FILE.jsonl, or --resume RUN")
+    if config.model and not config.data and not config.eval_only:
         raise UserError("--model needs --data FILE.jsonl to train on")
     if not config.model and (config.data or config.eval_data):
         raise UserError("--data and --eval-data need --model DIR_OR_NAME")
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if config.generation_ranks >= ranks:
+        here = f"torchrun has started {ranks}" if ranks > 1 else "there is one, without torchrun"
+        raise UserError(f"--generation-ranks {config.generation_ranks} leaves no rank: {here}")
+    if config.prompts_per_step < (trainers := ranks - config.generation_ranks):
+        here = f"{trainers} training ranks"
+        raise UserError(f"--prompts-per-step {config.prompts_per_step} cannot be split on {here}")
+    if config.engine == "hf" and ranks > 1:
+        raise UserError("--engine hf generates with one rank only; use --engine vllm")
     config = absolute(config)
-    if config.dtype == "auto":
-        config.dtype = "bfloat16" if torch.cuda.is_available() else "float32"
     if config.optimizer in WITHOUT_SKETCH:
         config.sync = "full"  # a step of these has no factors
         if config.verify_step:
@@ -355,44 +386,75 @@ def read_rows(path: str) -> list:
         where = f"{path}:{number}"
         try:
             row = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise UserError(f"{where} is not JSON: {error}") from None
         if not isinstance(row, dict):
             raise UserError(f"{where} is not a JSON object")
-        row.setdefault("prompt", row.get("question"))
+        row["prompt"] = row.get("prompt") or row.get("messages") or row.get("question")
         if not isinstance(row["prompt"], str | list) or not row["prompt"]:
-            raise UserError(f"{where} has no prompt (nor question)")
+            raise UserError(f"{where} has no prompt (nor messages nor question)")
+        turn = {}
         for turn in row["prompt"] if isinstance(row["prompt"], list) else ():
-            if not isinstance(turn, dict) or not {"role", "content"} <= turn.keys():
-                raise UserError(f"{where}: a turn of the chat has no role or no content")
+            known = isinstance(turn, dict) and (turn.get("role"), turn.get("content"))
+            if not known or not all(isinstance(text, str) for text in known):
+                raise UserError(f"{where}: a turn of the chat has no role or no text as content")
+        if turn.get("role") == "assistant":
+            raise UserError(f"{where}: the chat ends with the assistant's own turn")
         answer = row.get("answer")
         finite = not isinstance(answer, float) or math.isfinite(answer)
-        if not isinstance(answer, str | int | float) or not finite:
-            raise UserError(f"{where} has no answer")
+        if isinstance(answer, bool) or not isinstance(answer, str | int | float) or not finite:
+            raise UserError(f"{where} has no answer (a text or a finite number)")
         rows.append((where, row))
     if not rows:
         raise UserError(f"{path} has no rows")
     return rows
 
 
-def encode(tokenizer, prompt, where) -> list:
-    """Token ids of a prompt: by the chat template if there is one, else as plain text."""
-    if tokenizer.chat_template:
-        chat = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
-        try:
-            return list(
-                tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
-            )
-        except Exception as error:  # a template is a program; it may raise anything
-            raise UserError(f"{where}: the chat template refuses the prompt: {error}") from error
-    if isinstance(prompt, list):
+def encode(tokenizer, prompt, where, system=None, options=None) -> list:
+    """Token ids of a prompt: by the chat template if there is one, else as plain text.
+
+    A text becomes the user's turn, and `system` a turn before it; without a template the two are
+    joined by a blank line, and the tokenizer adds what it puts before any text.
+    """
+    chat = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
+    if system and chat[0]["role"] != "system":
+        chat = [{"role": "system", "content": system}, *chat]
+    if isinstance(prompt, list) and not tokenizer.chat_template:
         raise UserError(f"{where} is a chat, but the tokenizer has no chat template")
-    return tokenizer.encode(prompt)
+    try:
+        if tokenizer.chat_template:
+            fixed = {"add_generation_prompt": True, "return_dict": False}
+            return list(tokenizer.apply_chat_template(chat, **fixed, **(options or {})))
+        text = "\n\n".join(turn["content"] for turn in chat)
+        ids, end = tokenizer.encode(text), tokenizer.eos_token  # some tokenizers add one
+        return ids[:-1] if ids[-1:] == [tokenizer.eos_token_id] and not text.endswith(end) else ids
+    except Exception as error:  # a template is a program; it may raise anything
+        what = "chat template" if tokenizer.chat_template else "tokenizer"
+        raise UserError(f"{where}: the {what} refuses the prompt: {error}") from error
 
 
-def load_examples(rows, tokenizer, max_tokens, flag_name) -> list:
+def template_options(tokenizer, config) -> tuple:
+    """--system, and the dict of --template-kwargs.  Raises UserError if they would do nothing: a
+    template ignores silently what it does not know."""
+    given, system = config.template_kwargs, config.system
+    try:
+        options = dict(json.loads(given))
+    except (ValueError, TypeError, RecursionError) as error:
+        raise UserError(f"--template-kwargs {given} is no JSON object: {error}") from None
+    for name in options:
+        if name not in str(tokenizer.chat_template):
+            raise UserError(f"--template-kwargs: the chat template does not know {name}")
+    if system:
+        once, twice = (encode(tokenizer, "a", "--system", system * n, options) for n in (1, 2))
+        if once == twice:
+            raise UserError("--system: the chat template leaves the system turn out")
+    return system, options
+
+
+def load_examples(rows, tokenizer, max_tokens, flag_name, *template) -> list:
     """Examples whose prompt fits; longer ones are dropped and counted, never cut."""
-    examples = [Example(encode(tokenizer, row["prompt"], at), row, at) for at, row in rows]
+    ids = [encode(tokenizer, row["prompt"], where, *template) for where, row in rows]
+    examples = [Example(i, row, where) for i, (where, row) in zip(ids, rows, strict=True)]
     for example in examples:
         if not example.ids:
             raise UserError(f"{example.where}: the tokenizer makes no token of the prompt")
@@ -404,27 +466,77 @@ def load_examples(rows, tokenizer, max_tokens, flag_name) -> list:
         )
     if len(kept) < len(examples):
         dropped = len(examples) - len(kept)
-        print(f"{flag_name}: {dropped} of {len(examples)} prompts are too long and are left out")
+        say(f"{flag_name}: {dropped} of {len(examples)} prompts are too long and are left out")
     return kept
 
 
-NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|[-+]?\.\d+")
+# A candidate: a sign that may be its own, and all that is glued to its first digit
+NUMBER = re.compile(r"([-+−–]?)(\.?[0-9][0-9.,/:^*_]*(?:[eE][-+]?[0-9]+)?)")
+PLAIN = r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][-+]?[0-9]{1,3})?"
+MARKED = re.compile(r"####[ \t]*[-+−–$€£\\*]*\.?[0-9].*")
+LATEX = [  # what LaTeX writes otherwise; a "*" keeps a product in one piece, which is no number
+    (re.compile(r"([-+−–])\\?[$€£](?=[0-9.])"), r"\1"),
+    (re.compile(r"\\[,!]|\^?\{?\\circ\b"), ""),
+    (re.compile(r"\{,\}"), ","),
+    (re.compile(r"\^\{?[-−]?"), "^"),
+    (re.compile(r"(?<=[0-9}])\s*(?:\\times|\\cdot|×|(?=\\[dt]?frac))\s*"), "*"),
+    (re.compile(r"\\[dt]?frac(?:\{(-?[0-9.,]+)\}\{([0-9.,]+)\}|([0-9])([0-9]))"), r"\1\3/\2\4*"),
+]
+SYMBOLIC = re.compile(r"\\(?!text|math|mbox|left|right|quad)[a-zA-Z]")  # \sqrt, \pi, \pm, ...
 
 
 def last_number(text: str):
-    """The last number of a text as an exact fraction, or None; nothing is evaluated."""
-    found = NUMBER.findall(text[-1000:])
-    return Fraction(found[-1].replace(",", "")) if found else None
+    """The number that a text ends with, as an exact fraction; None if there is none or in doubt.
+
+    - Behind the last `\\boxed{` or `####` (with a number right behind it), only what it marks is
+      read, the box or the rest of the line.  It must hold one number and nothing like `\\sqrt`.
+    - Elsewhere the last number counts.  1234, 1,234, 1.5, .5, 3/4, `\\frac{3}{4}` and 1.5e3 are
+      numbers.  Dates, times, powers, products, 1,23, 1.2.3 and 3`\\frac{1}{2}` are in doubt.
+    - A sign counts if it touches the number (or its currency) and nothing before: 10-5 is 5.
+    - Currency, percent (50% is 50), a unit behind, markup and a full stop are not read.  Digits
+      behind a letter or a ^ belong to a word or a unit: x2, cm^2.
+    Nothing is evaluated, and the time is linear in the length of the text.
+    """
+    box, marks = text.rfind("\\boxed{"), [*MARKED.finditer(text)]
+    if marks and marks[-1].start() > box:
+        text = marks[-1][0][4:]
+    elif box >= 0:
+        depth, start = 1, box + len("\\boxed{")
+        for brace in re.compile(r"[{}]").finditer(text, start):
+            depth += 1 if brace[0] == "{" else -1
+            if depth == 0:
+                break
+        text = "" if depth else text[start : brace.start()]
+    for pattern, plain in LATEX:
+        text = pattern.sub(plain, text)
+    found = []
+    for match in reversed([*NUMBER.finditer(text)]):
+        sign, digits = match.groups()
+        before = text[max(match.start() - 3, 0) : match.start()].rstrip("*_")[-1:]
+        if sign or not (before.isalpha() or before in ("^", "/")):
+            own = not (before.isalnum() or before in (*")]}%.+-−–",))
+            digits = "" if before == "." else digits.rstrip(".,:*/_")
+            found.append((own and sign not in ("", "+"), digits))
+            if len(found) == 2:
+                break
+    if not found or (marks or box >= 0) and (len(found) == 2 or SYMBOLIC.search(text)):
+        return None
+    negative, digits = found[0]
+    parts = digits.split("/")
+    if len(digits) > 100 or len(parts) > 2 or not all(re.fullmatch(PLAIN, part) for part in parts):
+        return None
+    over, under = (Fraction(part.replace(",", "")) for part in [*parts, "1"][:2])
+    return (-over if negative else over) / under if under else None
 
 
 def wanted_number(row: dict):
-    """The answer of a row as an exact fraction: a number, or the last one in a text; or None."""
+    """The answer of a row as an exact fraction: a number, or that of a text; or None."""
     answer = row["answer"]
     return last_number(answer) if isinstance(answer, str) else Fraction(str(answer))
 
 
 def number_reward(completion: str, row: dict) -> float:
-    """1 if the last number of the completion is that of the answer."""
+    """1 if the completion ends with the number that is the answer, see last_number."""
     return float(last_number(completion) == wanted_number(row))
 
 
@@ -442,23 +554,46 @@ def load_reward(name: str):
         raise UserError(f"--reward {name}: not number, not exact, and no file.py:function")
     spec = importlib.util.spec_from_file_location("reward", path)
     module = importlib.util.module_from_spec(spec)
+    sys.modules["reward"] = module  # where a dataclass of its own looks for its annotations
     try:
         spec.loader.exec_module(module)
         found = getattr(module, function)
         if not callable(found):
             raise TypeError(f"{function} is not a function")
+        inspect.signature(found).bind("", {}, **asked(found, logra.Sample([], [], [], True)))
         return found
     except (Exception, SystemExit) as error:
         raise UserError(f"--reward {name} cannot be loaded: {error!r}") from error
 
 
-def score(function, tokenizer, sample) -> float:
-    """The reward of a sample.  Raises UserError, naming the row, if it fails or is not finite."""
+def asked(function, sample) -> dict:
+    """What a reward gets beside completion and row, if it has arguments of these names."""
+    finish = "stop" if sample.finished else "length"
+    offered = {"token_ids": list(sample.completion), "finish_reason": finish}
+    return {k: offered[k] for k in offered if k in inspect.signature(function).parameters}
+
+
+class TooSlow(BaseException):
+    """No Exception: a reward that catches those must not swallow it."""
+
+
+def score(function, tokenizer, seconds, sample) -> float:
+    """The reward of a sample.  Raises UserError, naming the row, if it fails, takes longer than
+    so many seconds or is not finite."""
+
+    def stop(*_):
+        raise TooSlow(f"not done after --reward-seconds {seconds:g}")
+
     completion = tokenizer.decode(sample.completion, skip_special_tokens=True)
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
-        value = float(function(completion, sample.row.row))
-    except (Exception, SystemExit) as error:
+        value = float(function(completion, sample.row.row, **asked(function, sample)))
+    except (Exception, SystemExit, TooSlow) as error:
         raise UserError(f"the reward raised {error!r} on row {sample.row.where}") from error
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
     if not math.isfinite(value):
         raise UserError(f"the reward of row {sample.row.where} is {value}")
     return value
@@ -470,7 +605,7 @@ def score(function, tokenizer, sample) -> float:
 
 
 def load_model(path: str, flag_name: str):
-    """The model with float32 weights, its tokenizer, and the dtype it was stored in."""
+    """The model as it is stored, its weights in mapped files; its tokenizer; and its dtype."""
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(path)
         model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype="auto")
@@ -480,10 +615,6 @@ def load_model(path: str, flag_name: str):
         raise UserError(f"{flag_name} {path} {here}cannot be loaded: {reason}") from error
     stored = model.get_input_embeddings().weight.dtype  # what the files hold, whatever config says
     model.generation_config.do_sample = True  # or a temperature in it makes saving impossible
-    for parameter in model.parameters():
-        # A copy even of float32: it lies in a mapped file, at an address that is not aligned, and
-        # there the same product rounds otherwise than in the run that was not resumed.
-        parameter.data = parameter.data.to(torch.float32, copy=True)
     return model.eval(), tokenizer, stored
 
 
@@ -492,16 +623,19 @@ def check_head(model, ids) -> None:
     """Raises UserError if the model does something to its logits that logra does not know of."""
     ids = torch.tensor([ids])
     hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
-    apart = (logra.policy_head(model)(hidden) - model(ids, use_cache=False).logits).abs().max()
-    if not apart < 1e-3:
+    z = model(ids, use_cache=False).logits
+    apart = (logra.policy_head(model)(hidden) - z).abs().max()
+    if not apart < 1e-3 + 2 * torch.finfo(z.dtype).eps * z.abs().max():
         name = type(model).__name__
         raise UserError(f"--model: {name} changes its logits in a way that is not supported")
 
 
 def end_tokens(model, tokenizer) -> list:
-    """All ids that end an answer: the generation config may know more than the tokenizer."""
-    ids = model.generation_config.eos_token_id
-    ids = set(ids if isinstance(ids, list) else [ids]) | {tokenizer.eos_token_id}
+    """All ids that end an answer: each of generation config, model config and tokenizer may know
+    some that the others do not."""
+    ids = {tokenizer.eos_token_id}
+    for known in (model.generation_config.eos_token_id, model.config.eos_token_id):
+        ids |= set(known if isinstance(known, list) else [known])
     if not (ids := sorted(ids - {None})):
         raise UserError("neither the model nor its tokenizer knows an end-of-sequence token")
     return ids
@@ -519,28 +653,27 @@ def save_checkpoint(step: int, it, optimizer, control) -> None:
     model, first = it.model, logra.my_rank() == 0
     head = next(n for n, m in model.named_modules() if m is model.get_output_embeddings())
     tied = f"{head}.weight" if model.config.tie_word_embeddings else None
-    exported, masters = {}, {}
+    rounded = it.stored != torch.float32
+    held, state = {}, {"step": step, "mismatch": control.mismatch, "baseline": control.baseline}
     for name, tensor in model.state_dict().items():  # gathered one by one, kept by rank 0 alone
-        tensor = logra.whole(tensor).to("cpu")
+        tensor = logra.whole(tensor)
         if first and name != tied:
-            exported[name] = tensor.to(it.stored)
-        if first and it.stored != torch.float32 and name.removesuffix(".weight") in it.layers:
-            masters[name.removesuffix(".weight")] = tensor
-    state = {
-        "step": step,
-        "mismatch": control.mismatch,
-        "optimizer": optimizer.state_dict(),
-        "weights": masters,
-    }
+            is_target = name.removesuffix(".weight") in it.layers
+            held[name] = tensor.to("cpu", torch.float32 if is_target else it.stored)
+    state["optimizer"] = optimizer.state_dict()
     failure = None
     try:
         if first:
             shutil.rmtree(aside, ignore_errors=True)
+            aside.mkdir()
+            masters = {path: held[f"{path}.weight"] for path in it.layers if rounded}
+            torch.save({**state, "weights": masters}, aside / "trainer.pt")
+            del masters  # no weight is in memory twice
+            exported = {name: held.pop(name).to(it.stored) for name in [*held]}
             model.save_pretrained(aside, state_dict=exported)
             model.config.dtype = it.stored  # save_pretrained has put the trainer's float32 there
             model.config.save_pretrained(aside)
             it.tokenizer.save_pretrained(aside)
-            torch.save(state, aside / "trainer.pt")
             for file in [*aside.iterdir(), aside]:  # on the disk before the new name is
                 handle = os.open(file, os.O_RDONLY)
                 os.fsync(handle)
@@ -553,7 +686,9 @@ def save_checkpoint(step: int, it, optimizer, control) -> None:
 
 
 def last_checkpoint(out: Path):
-    """The newest step-N of a run, or None."""
+    """The newest step-N of a run, or None; a checkpoint is its own."""
+    if (out / "trainer.pt").exists():
+        return out
     found = [p for p in out.glob("step-*") if p.name[5:].isdigit()]
     return max(found, key=lambda p: int(p.name[5:]), default=None)
 
@@ -567,7 +702,7 @@ def last_words(out) -> str:
 def load_state(path: Path) -> dict:
     """trainer.pt of a checkpoint.  Raises UserError if it cannot be read."""
     try:
-        return torch.load(path / "trainer.pt", weights_only=True)
+        return torch.load(path / "trainer.pt", weights_only=True, mmap=True)
     except Exception as error:
         reason = str(error).splitlines()[0] if str(error) else repr(error)
         raise UserError(f"{path}/trainer.pt cannot be read: {reason}") from error
@@ -577,7 +712,7 @@ def restore(state, path, optimizer, control) -> int:
     """Put a checkpoint's state back.  Returns its step; raises UserError if it does not fit."""
     try:
         optimizer.load_state_dict(state["optimizer"])
-        control.mismatch = state["mismatch"]
+        control.mismatch, control.baseline = state["mismatch"], state.get("baseline")
         return state["step"]
     except (KeyError, ValueError, RuntimeError) as error:
         raise UserError(f"{path} does not fit this run: {error}") from None
@@ -588,26 +723,51 @@ def restore(state, path, optimizer, control) -> int:
 # ------------------------------------------------------------------------------------------------
 
 
+def wilson(share: float, n: int, z=1.96) -> list:
+    """The 95% interval of a share of n (Wilson 1927)."""
+    half = z * math.sqrt(max(share * (1 - share), 0) / n + z * z / (4 * n * n))
+    return [(share + z * z / (2 * n) + sign * half) / (1 + z * z / n) for sign in (-1, 1)]
+
+
 def evaluate(generator, examples, reward, config, temperature):
-    """Mean reward over the held-out examples, and the samples; the same draws every time."""
+    """What --eval-only prints, and the samples of this rank; the same draws every time.
+
+    mean_at_k: mean reward of the k answers to a row.  pass_at_k: share of rows of which an answer
+    has a reward above 0; the unbiased 1 - C(n - c, k) / C(n, k) of n = k answers, c of them right.
+    interval: Wilson's of mean_at_k, counting rows, since answers to one row are not independent;
+    None where a reward is not in [0, 1].
+    """
     repeats = config.eval_samples if temperature else 1
     chosen = [(i, k) for i in range(len(examples)) for k in range(repeats)]
     share, failure = chosen[logra.my_rank() :: logra.world()], None
     seeds = [logra.stable_seed("eval", config.seed, i, k) for i, k in share]
     prompts = [examples[i].ids for i, _ in share]
+    table = torch.zeros(len(examples), 4, dtype=torch.float64)
     try:
         options = (config.max_new_tokens, temperature)
-        samples = (
-            generator.generate(prompts, seeds, *options) if share else []
-        )  # few rows, many ranks
+        samples = generator.generate(prompts, seeds, *options)
         for (i, _), sample in zip(share, samples, strict=True):
             sample.row, sample.index = examples[i], i
-            sample.reward = reward(sample)
+            sample.reward = r = reward(sample)
+            table[i] += torch.tensor([r, r > 0, not 0 <= r <= 1, 1], dtype=table.dtype)
     except UserError as error:
         failure = error
     logra.raise_together(failure)
-    total = torch.tensor(sum(s.reward for s in samples), dtype=torch.float64)
-    return logra.rank_sum(total).item() / len(chosen), samples
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    total, right, outside, answers = logra.rank_sum(table.to(device)).cpu().unbind(1)
+    rows, mean = int((answers == repeats).sum()), (total.sum() / answers.sum()).item()
+    return {
+        "rows": rows,
+        "samples_per_row": repeats,
+        "mean_at_k": mean,
+        "pass_at_k": (right > 0).sum().item() / rows,
+        "interval": None if outside.any() else wilson(mean, rows),
+    }, samples
+
+
+def with_interval(share: float, interval) -> str:
+    """A share with its interval, if it has one."""
+    return f"{share:.3f}" + (" [{:.3f}, {:.3f}]".format(*interval) if interval else "")
 
 
 def step_line(m: dict) -> str:
@@ -622,6 +782,7 @@ def step_line(m: dict) -> str:
         f" | dead groups {m['dead_groups']:.0%} | len {m['length']:.0f} (cut {m['truncated']:.0%})"
         f" | KL {kl(m['kl_predicted'])} -> {kl(m['kl_realised'])} | alpha {m['alpha']:.2f}"
         f" | {m['tokens_per_second'] / 1000:.1f}k tok/s | {m['peak_gib']:.2f} GiB | {seconds} s"
+        + (f" | wire {m['wire_bytes'] / 1e6:.2f} MB" if m["wire_bytes"] else "")
         + (" | no group has a signal: nothing moved" if m["dead_groups"] == 1 else "")
         + (" | every answer is cut: raise --max-new-tokens" if m["truncated"] == 1 else "")
     )
@@ -683,20 +844,17 @@ def prepare(config: Config) -> SimpleNamespace:
     Returns out, checkpoint, state, model, tokenizer, stored (dtype), examples, held_out, layers,
     eos_ids, max_length and reward.  Raises UserError.
     """
-    if config.prompts_per_step < logra.world():
-        ranks = f"{logra.world()} ranks"
-        raise UserError(f"--prompts-per-step {config.prompts_per_step} cannot be split on {ranks}")
-    if config.engine == "hf" and logra.world() > 1:
-        raise UserError("--engine hf generates with one rank only; use --engine vllm")
     reward_function = load_reward(config.reward)
     out = Path(config.out) if config.out else next_free("run" if config.model else "sort")
     out = out.absolute()
-    if out.exists() and not config.resume:
+    if out.exists() and (config.eval_only or not config.resume):
         raise UserError(f"--out {out} exists; go on with --resume {out}, or choose another name")
-    checkpoint = last_checkpoint(out) if config.resume else None
+    checkpoint = last_checkpoint(Path(config.resume).absolute()) if config.resume else None
+    if config.eval_only and config.resume and not checkpoint:
+        raise UserError(f"--resume {config.resume} has no checkpoint to evaluate")
     state = load_state(checkpoint) if checkpoint else None
     if config.model:
-        rows = read_rows(config.data)
+        rows = [] if config.eval_only else read_rows(config.data)
         held_out = read_rows(config.eval_data) if config.eval_data else []
     else:
         rows, held_out = sorting_rows(config.seed)
@@ -706,9 +864,12 @@ def prepare(config: Config) -> SimpleNamespace:
         model, tokenizer, stored = load_model(config.model, "--model")
     else:
         model, tokenizer, stored = *tiny_model(config.seed), torch.float32
-    examples = load_examples(rows, tokenizer, config.max_prompt_tokens, "--data")
+    template, longest = template_options(tokenizer, config), config.max_prompt_tokens
     if held_out := held_out[: config.eval_rows or None]:
-        held_out = load_examples(held_out, tokenizer, config.max_prompt_tokens, "--eval-data")
+        held_out = load_examples(held_out, tokenizer, longest, "--eval-data", *template)
+    examples = held_out
+    if not config.eval_only:
+        examples = load_examples(rows, tokenizer, longest, "--data", *template)
     for example in (*examples, *held_out) if config.reward == "number" else ():
         if wanted_number(example.row) is None:
             raise UserError(f"{example.where}: --reward number needs a number in the answer")
@@ -722,11 +883,16 @@ def prepare(config: Config) -> SimpleNamespace:
         layers = logra.find_targets(model, config.targets)
     except ValueError as error:
         raise UserError(f"--targets: {error}") from None
+    known = model.get_input_embeddings().weight.shape[0]
+    for example in (*examples, *held_out):
+        if max(example.ids) >= known:
+            where = f"token {max(example.ids)} of {example.where}"
+            raise UserError(f"--model has {known} embeddings, but its tokenizer makes {where}")
     check_head(model, examples[0].ids[:8])
     for path, weight in (state["weights"] if state else {}).items():
         if path not in layers or layers[path].weight.shape != weight.shape:
             raise UserError(f"{checkpoint} does not fit this run: it has a layer {path}")
-        layers[path].weight.data.copy_(weight)
+        layers[path].weight.data = weight
     return SimpleNamespace(
         out=out,
         checkpoint=checkpoint,
@@ -739,7 +905,7 @@ def prepare(config: Config) -> SimpleNamespace:
         layers=layers,
         eos_ids=end_tokens(model, tokenizer),
         max_length=max_length,
-        reward=functools.partial(score, reward_function, tokenizer),
+        reward=functools.partial(score, reward_function, tokenizer, config.reward_seconds),
     )
 
 
@@ -752,6 +918,9 @@ def build_optimizer(config: Config, it):
         logra.checkpoint_layers(it.model)
     if logra.world() > 1:
         logra.shard_model(it.model, getattr(torch, config.dtype), it.stored)
+    else:
+        logra.own_float32(it.model)
+        it.model.to("cuda" if torch.cuda.is_available() else "cpu")
     budget = (config.kl_budget, config.kl_budget_final, config.kl_budget_steps)
     control = logra.KLControl(*budget, config.alpha_max, config.kl_control)
     if config.optimizer in WITHOUT_SKETCH:
@@ -772,23 +941,29 @@ def build_optimizer(config: Config, it):
     return optimizer, control, sketches.settings
 
 
-def start_engine(config: Config, it, settings):
-    """The generator, with the trainer's weights.  Raises UserError if vLLM refuses."""
-    say(f"starting {config.engine} ...")
-    if config.engine == "hf":
-        return logra.HFGenerator(it.model, it.eos_ids, config.dtype)
-    directory = it.checkpoint or config.model or it.out / "step-0"
+def vllm_engine(prompt, *options):
+    """A vLLM engine that has answered a prompt.  Raises UserError if vLLM refuses."""
     try:
-        generator = logra.VLLMGenerator(
-            directory, it.eos_ids, it.max_length, settings, config.dtype, config.kv_gib
-        )
-        generator.generate([it.examples[0].ids], [0], 1)  # some models are refused only here
+        generator = logra.VLLMGenerator(*options)
+        generator.generate([prompt], [0], 1)  # some models are refused only here
+        return generator
     except ImportError as error:
         raise UserError(f"vLLM cannot be imported ({error}); --engine hf does without") from error
     except (ValueError, RuntimeError) as error:  # vLLM's own words: too little memory, ...
         reason = str(error).strip().splitlines()[0]
         raise UserError(f"the engine does not start: {reason}") from None
-    generator.load({path: module.weight for path, module in it.layers.items()})
+
+
+def start_engine(config: Config, it, settings, wire):
+    """The generator, with the trainer's weights; wire: to the ranks that only generate, if any."""
+    say(f"starting {config.engine} ...")
+    if config.engine == "hf":
+        return logra.HFGenerator(it.model, it.eos_ids, config.dtype)
+    directory = str(it.checkpoint or config.model or it.out / "step-0")
+    options = (directory, it.eos_ids, it.max_length, settings, config.dtype, config.kv_gib)
+    options = (it.examples[0].ids, *options)
+    generator = logra.RemoteGenerator(wire, *options, True) if wire else vllm_engine(*options)
+    generator.load((path, module.weight) for path, module in it.layers.items())
     return generator
 
 
@@ -802,22 +977,41 @@ def draw_prompts(examples, config: Config, step: int) -> list:
     return chosen
 
 
-def assess(config: Config, it, generator, journal, step: int, greedy: bool) -> None:
+def assess(config: Config, it, generator, journal, step: int, greedy: bool) -> dict:
     """Evaluate on the held-out rows and write it down; greedy as well before and after the run."""
-    record = {"step": step, "eval_rows": len(it.held_out), "eval_samples": config.eval_samples}
-    temperature = config.eval_temperature
-    accuracy, samples = evaluate(generator, it.held_out, it.reward, config, temperature)
-    record["eval_accuracy"], line = accuracy, f"step {step} | held-out accuracy {accuracy:.3f}"
+    found, samples = evaluate(generator, it.held_out, it.reward, config, config.eval_temperature)
+    record = {"step": step, "eval_rows": found["rows"], "eval_samples": found["samples_per_row"]}
+    record |= {"eval_accuracy": found["mean_at_k"], "eval_interval": found["interval"]}
+    line = f"step {step} | held-out accuracy {with_interval(found['mean_at_k'], found['interval'])}"
+    if (k := found["samples_per_row"]) > 1:
+        record["eval_pass_at_k"] = passed = found["pass_at_k"]
+        line += f" | pass@{k} {with_interval(passed, wilson(passed, found['rows']))}"
     if greedy:
-        record["greedy"], samples = evaluate(generator, it.held_out, it.reward, config, 0.0)
-        line += f" | greedy {record['greedy']:.3f}"
-    journal.write("metrics.jsonl", record)
-    for s in samples[:3]:
+        best, samples = evaluate(generator, it.held_out, it.reward, config, 0.0)
+        record |= {"greedy": best["mean_at_k"], "greedy_interval": best["interval"]}
+        line += f" | greedy {with_interval(best['mean_at_k'], best['interval'])}"
+    if journal:
+        journal.write("metrics.jsonl", record)
+    for s in samples[:3] if journal else ():
         answer = it.tokenizer.decode(s.completion, skip_special_tokens=True)
         shown = {"prompt": s.row.row["prompt"], "completion": answer, "reward": s.reward}
         journal.write("samples.jsonl", {"step": step, **shown})
     if logra.my_rank() == 0:
         tqdm.write(line)
+    return found
+
+
+def evaluate_only(config: Config, it, journal, wire) -> None:
+    """--eval-only: a line for people, then one JSON object."""
+    if config.engine == "hf":
+        logra.own_float32(it.model)
+        it.model.to("cuda" if torch.cuda.is_available() else "cpu")
+    generator, step = start_engine(config, it, {}, wire), it.state["step"] if it.state else 0
+    found = assess(config, it, generator, journal, step, greedy=False)
+    if wire:
+        generator.stop()
+    if logra.my_rank() == 0:
+        print(json.dumps(found))
 
 
 def say(line: str) -> None:
@@ -826,9 +1020,11 @@ def say(line: str) -> None:
         tqdm.write(line, file=sys.stderr)
 
 
-def run(config: Config) -> None:
+def run(config: Config, wire=None) -> None:
     """One run, from the configuration to the last checkpoint."""
     clock = logra.Clock()
+    if config.dtype == "auto":
+        config.dtype = "bfloat16" if torch.cuda.is_available() else "float32"
     if config.model is None:  # a model this small is fastest with one thread
         os.environ["OMP_NUM_THREADS"] = "1"
         torch.set_num_threads(1)
@@ -838,6 +1034,9 @@ def run(config: Config) -> None:
     except UserError as error:
         failure = error
     logra.raise_together(failure)
+
+    if config.eval_only and not config.out:
+        return evaluate_only(config, it, None, wire)
 
     # The run directory exists from here on; all ranks have found it absent
     lock = failure = None
@@ -858,12 +1057,12 @@ def run(config: Config) -> None:
     }
     settings = {"config": dataclasses.asdict(config), "versions": versions}
     if logra.my_rank() == 0:
-        settings["world_size"] = logra.world()
+        settings["world_size"] = logra.world() + config.generation_ranks
         (it.out / "config.json").write_text(json.dumps(settings, indent=1))
+    if config.eval_only:
+        return evaluate_only(config, it, Journal(it.out, 0), wire)
     if not config.model and not it.checkpoint:
         warm_up(it.model, it.tokenizer, [example.row for example in it.examples], config.seed)
-    if logra.world() == 1:
-        it.model.to("cuda" if torch.cuda.is_available() else "cpu")
     try:
         optimizer, control, settings = build_optimizer(config, it)
     except (RuntimeError, MemoryError) as error:
@@ -873,7 +1072,7 @@ def run(config: Config) -> None:
     if not config.model:
         save(0)  # the engine starts from a directory
     journal = Journal(it.out, step)
-    generator = start_engine(config, it, settings)
+    generator = start_engine(config, it, settings, wire)
     clock.lap("start")
 
     if it.held_out and step == 0:
@@ -911,6 +1110,8 @@ def run(config: Config) -> None:
         raise UserError(f"{error}; stopped after step {step}, saved in {saved}") from None
     finally:
         bar.close()
+    if wire:
+        generator.stop()
     if not quiet:
         report(it.out, clock.seconds)
 
@@ -937,7 +1138,8 @@ def report(out: Path, seconds: dict) -> None:
     evaluations = [r for r in records if "eval_accuracy" in r]
     if evaluations:
         first, last = evaluations[0], evaluations[-1]
-        print(f"\nheld-out accuracy {first['eval_accuracy']:.3f} -> {last['eval_accuracy']:.3f}")
+        after = with_interval(last["eval_accuracy"], last.get("eval_interval"))
+        print(f"\nheld-out accuracy {first['eval_accuracy']:.3f} -> {after}")
         if "greedy" in first and "greedy" in last:
             print(f"greedy            {first['greedy']:.3f} -> {last['greedy']:.3f}")
         print(f"\n{curve([(r['step'], r['eval_accuracy']) for r in evaluations])}\n")
@@ -951,27 +1153,39 @@ def report(out: Path, seconds: dict) -> None:
     print(f"saved in {shown_path(last_checkpoint(out))}")
 
 
+LOST = ("onnection closed by peer", "onnection reset by peer", "roken pipe", "NCCL")
+FULL = ("out of memory", "can't allocate memory")  # words of torch's errors
+
+
 def main(argv=None) -> int:
     """Exit code 0; 2 with one sentence if the user can put something right; 130 after Ctrl-C."""
-    config, rank = None, int(os.environ.get("RANK", "0"))
+    config, rank, wait = None, int(os.environ.get("RANK", "0")), False
     try:
         config = parse(sys.argv[1:] if argv is None else argv)
+        wire, generates = None, False
         if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
-            if torch.cuda.is_available():
-                torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-            dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
-        run(config)
+            wire, generates = logra.start_ranks(config.generation_ranks)
+        if generates:
+            logra.serve(wire, vllm_engine)
+        else:
+            run(config, wire)
         return 0
     except (UserError, logra.StopRun) as error:
         message, code = f"error: {error}", 2
     except OSError as error:
         message, code = f"error: {error}; {last_words(config and config.out)}", 1
+    except (RuntimeError, MemoryError) as error:
+        wait, full = (any(w in str(error) for w in words) for words in (LOST, FULL))
+        if not (wait or full or isinstance(error, MemoryError)):
+            raise
+        why = "another rank is gone" if wait else f"out of memory: {str(error).splitlines()[0]}"
+        message, code = f"error: {why}; {last_words(config and config.out)}", 1
     except KeyboardInterrupt:
         begun = config and config.out and Path(config.out).exists()
         message, code = "interrupted before anything was written", 130
         if begun:
             message = f"interrupted; go on with --resume {shown_path(config.out)}"
-    if rank and code != 130:
+    if (rank or wait) and code != 130:
         time.sleep(15)  # rank 0 says the same, and torchrun then ends this one; or else it speaks
         message = message.replace("error:", f"error: rank {rank}:", 1)
     if rank == 0 or code != 130:
