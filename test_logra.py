@@ -1250,7 +1250,7 @@ def test_alpha_is_bounded_and_odd_predictions_are_refused():
 
 
 def test_excess_brings_a_quadratic_kl_to_the_budget():
-    """Keep sqrt(budget / realised), at least .1; nothing within the budget or without control."""
+    """Keep sqrt(budget / realised), at least .1, also where alpha is 1; 0 within the budget."""
     control = logra.KLControl(1e-3, 1e-3)
     for kl in (1.1e-3, 4e-3, 9e-2):
         assert kl * (1 - control.excess(kl, 0)) ** 2 == pytest.approx(1e-3)
@@ -1258,7 +1258,7 @@ def test_excess_brings_a_quadratic_kl_to_the_budget():
     assert control.excess(1e-3, 0) == control.excess(0.0, 0) == 0
     control.observe(1.0)  # the mismatch takes half of the budget
     assert control.excess(1e-3, 0) == pytest.approx(1 - 0.5**0.5)
-    assert logra.KLControl(1e-3, enabled=False).excess(1.0, 0) == 0
+    assert logra.KLControl(1e-3, enabled=False).excess(4e-3, 0) == pytest.approx(0.5)
     for bad in (math.nan, math.inf):
         with pytest.raises(FloatingPointError, match="update 7"):
             control.excess(bad, 7)
@@ -2402,7 +2402,7 @@ BAD_INPUT = {
     "resume, another directory": ("--resume {lab}/done --out {lab}/new", "--resume --out"),
     "resume, other rank": ("--resume {lab}/done --rank 5", "--rank 16 5"),
     "resume, other optimizer": ("--resume {lab}/done --optimizer sketch_muon", "--optimizer muon"),
-    "verified without sketch": ("--optimizer lora --verify-step", "--verify-step --optimizer lora"),
+    "verified without sketch": ("--optimizer lora --verify-step", "--verify-step lora"),
     "no such optimizer": ("--optimizer galore", "--optimizer galore sketch_muon"),
     "resume, other seed": ("--resume {lab}/done --seed 9", "--seed 0 9"),
     "resume, other model": ("--resume {lab}/done --model {lab}/llama", "--model llama"),
