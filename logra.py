@@ -374,14 +374,28 @@ def find_targets(model, targets=()) -> dict:
     """{path: nn.Linear} of the layers to train: every linear layer inside the decoder layers.
 
     `targets` narrows them by the last part of the name, such as ("q_proj", "v_proj").  Raises
-    ValueError if a name matches nothing or nothing is left.
+    ValueError if a name matches nothing or nothing is left, if the model has adapters or
+    tensor-parallel weights, or, without targets, if a tenth of its weights would stay behind.
     """
-    inside = {id(module) for module in decoder_layers(model).modules()}
+    if hasattr(model, "peft_config"):
+        raise ValueError(f"{type(model).__name__} has adapters attached; merge them first")
+    if getattr(model, "tp_size", None):
+        raise ValueError(f"the weights of {type(model).__name__} are split by tensor parallelism")
+    stack = decoder_layers(model)
+    inside = {id(module) for module in stack.modules()}
     found = {
         layer_path(name): module
         for name, module in model.named_modules()
         if isinstance(module, torch.nn.Linear) and id(module) in inside
     }
+    # Matrices that are no nn.Linear: the experts of a mixture, the Conv1D of GPT-2
+    matrices = {name: p for name, p in stack.named_parameters() if p.ndim > 1}
+    linear = {id(module.weight) for module in found.values()}
+    others = {name: p.numel() for name, p in matrices.items() if id(p) not in linear}
+    share = sum(others.values()) / max(sum(p.numel() for p in matrices.values()), 1)
+    if share > 0.1 and not targets:
+        those = f"{share:.0%} of the weights, such as {max(others, key=others.get)},"
+        raise ValueError(f"{those} are in no nn.Linear and would stay frozen; name what to train")
     names = sorted({path.rpartition(".")[2] for path in found})
     if missing := sorted(set(targets) - set(names)):
         raise ValueError(f"no linear layer is called {', '.join(missing)}; there are {names}")
@@ -624,10 +638,10 @@ class LoGRA(torch.optim.Optimizer):
         self,
         sketches,
         update_ratio=6e-5,
-        rule="row_adam",
         beta2=0.95,
         eps=1e-8,
         keep_layer_norm=True,
+        rule="row_adam",
     ):
         if rule not in ("row_adam", "sketch_muon", "sketch_adam", "sketch_sgd"):
             raise ValueError(f"there is no rule {rule!r}")
@@ -889,7 +903,9 @@ def response_hidden(model, samples, device):
     generated = torch.zeros_like(ids, dtype=torch.bool)
     for i, s in enumerate(samples):
         generated[i, len(s.prompt) : len(s.prompt) + len(s.completion)] = True
-    hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state  # [B, L, H]
+    # Not model.base_model(...): an engine that serves by transformers' own class rewrites its call
+    output = torch.nn.Module.__call__(model.base_model, input_ids=ids, use_cache=False)
+    hidden = output.last_hidden_state  # [B, L, H]
     return hidden[:, :-1][generated[:, 1:]], ids[generated]  # position t - 1 predicts token t
 
 
@@ -899,7 +915,7 @@ def policy_head(model):
     The head is frozen; of a sharded one the weight is gathered here, once, and kept as long as the
     function is.  All ranks must call.
     """
-    head, config = model.get_output_embeddings(), model.config
+    head, config = model.get_output_embeddings(), model.config.get_text_config()
     W, bias = whole(head.weight), None if head.bias is None else whole(head.bias)
     scale = getattr(config, "logit_scale", None) or 1.0  # Cohere
     scale /= getattr(config, "logits_scaling", None) or 1.0  # Granite
@@ -939,14 +955,18 @@ def probe_mode(model, sketches=None):
 
     ALL_ATTENTION_FUNCTIONS.register("logra_probe", blockwise_attention)
     ALL_MASK_ATTENTION_FUNCTIONS.register("logra_probe", eager_mask)
-    before = model.config._attn_implementation
+    before, experts = model.config._attn_implementation, model.config._experts_implementation
     model.set_attn_implementation("logra_probe")
+    if experts:  # of a mixture: their grouped product has no forward mode either
+        model.set_experts_implementation("eager")
     try:
         if sketches:
             sketches.probing = True
         yield
     finally:
         model.set_attn_implementation(before)
+        if experts:
+            model.set_experts_implementation(experts)
         if sketches:
             sketches.probing = False
 
@@ -1209,7 +1229,7 @@ class SketchSync:
     def sync_weights(self, weights, settings: dict, ranks: int) -> None:
         """Take the trainer's float32 weights, pairs (path, W): at the start, and for --sync full.
 
-        ranks: how many hold the trainer's rows.  Raises RuntimeError if a layer is not in this
+        ranks: how many hold the trainer's rows.  Raises StopRun if a layer is not in this
         engine or has another shape.
         """
         self.logra_settings, self.logra_ranks, self.logra_masters = settings, ranks, {}
@@ -1217,7 +1237,7 @@ class SketchSync:
         for path, W in weights:
             view = engine_rows(self.get_model(), modules, path)
             if view.shape != W.shape:
-                raise RuntimeError(f"{path}: engine {list(view.shape)}, trainer {list(W.shape)}")
+                raise StopRun(f"{path}: engine {list(view.shape)}, trainer {list(W.shape)}")
             same = view.dtype == W.dtype
             self.logra_masters[path] = view if same else W.detach().to("cpu", copy=True)
             view.copy_(W)
@@ -1226,13 +1246,12 @@ class SketchSync:
         """W <- W - F A for {path: F}, A redrawn from the number of the update, then round.
 
         back: the share of the step that the trainer took back, in the same two products.
-
-        Raises RuntimeError, before anything is written, unless every target layer would be.
+        Raises StopRun, before anything is written, unless every target layer would be.
         """
         rank, masters = self.logra_settings["rank"], self.logra_masters
         wanted = {(path, (len(W), rank)) for path, W in masters.items()}
         if wrong := wanted ^ {(path, tuple(factor.shape)) for path, factor in factors.items()}:
-            raise RuntimeError(f"factors and target layers differ: {sorted(wrong)}")
+            raise StopRun(f"factors and target layers differ: {sorted(wrong)}")
         modules, projections = dict(self.get_model().named_modules()), {}
         for path, factor in factors.items():
             view, master = engine_rows(self.get_model(), modules, path), self.logra_masters[path]
@@ -1255,7 +1274,7 @@ class SketchSync:
 def engine_rows(engine_model, modules: dict, path: str) -> torch.Tensor:
     """The rows of vLLM's parameter for the layer `path`; q, k, v and gate, up are fused there.
 
-    Raises RuntimeError if there is no such layer.
+    Raises StopRun if there is no such layer.
     """
     if path in modules:
         return modules[path].weight.data
@@ -1265,7 +1284,7 @@ def engine_rows(engine_model, modules: dict, path: str) -> torch.Tensor:
         if leaf in parts and module is not None:
             sizes, i = module.output_partition_sizes, parts.index(leaf)
             return module.weight.data.narrow(0, sum(sizes[:i]), sizes[i])
-    raise RuntimeError(f"the engine has no layer {path}: its weights would not be updated")
+    raise StopRun(f"the engine has no layer {path}: its weights would not be updated")
 
 
 class VLLMGenerator:
@@ -1344,7 +1363,7 @@ class VLLMGenerator:
         self.asleep = False
 
     def update(self, factors: dict, update: int, back: float = 0.0) -> None:
-        """Apply one update by its factors, but for the share `back` that was taken back."""
+        """Apply one update by its factors."""
         self.wake()
         self.llm.collective_rpc("sync_factors", args=(factors, update, back))
         self.llm.reset_prefix_cache()  # keys and values of the old weights
@@ -1411,7 +1430,7 @@ class RemoteGenerator:
         return [Sample(ids, *answer) for ids, answer in zip(prompts, answers, strict=True)]
 
     def update(self, factors: dict, update: int, back: float = 0.0) -> None:
-        """Send the factors, the number of the update and the share that was taken back."""
+        """Send the factors, the number of the update and the share that is taken back."""
         self.ask("update", {path: tuple(f.shape) for path, f in factors.items()}, update, back)
         self.send(factors.items())
 
