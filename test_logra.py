@@ -1264,7 +1264,7 @@ def test_alpha_is_bounded_and_odd_predictions_are_refused():
 
 
 def test_excess_brings_a_quadratic_kl_to_the_budget():
-    """Keep sqrt(budget / realised), at least .1; nothing within the budget or without control."""
+    """Keep sqrt(budget / realised), at least .1, also where alpha is 1; 0 within the budget."""
     control = logra.KLControl(1e-3, 1e-3)
     for kl in (1.1e-3, 4e-3, 9e-2):
         assert kl * (1 - control.excess(kl, 0)) ** 2 == pytest.approx(1e-3)
@@ -1272,7 +1272,7 @@ def test_excess_brings_a_quadratic_kl_to_the_budget():
     assert control.excess(1e-3, 0) == control.excess(0.0, 0) == 0
     control.observe(1.0)  # the mismatch takes half of the budget
     assert control.excess(1e-3, 0) == pytest.approx(1 - 0.5**0.5)
-    assert logra.KLControl(1e-3, enabled=False).excess(1.0, 0) == 0
+    assert logra.KLControl(1e-3, enabled=False).excess(4e-3, 0) == pytest.approx(0.5)
     for bad in (math.nan, math.inf):
         with pytest.raises(FloatingPointError, match="update 7"):
             control.excess(bad, 7)

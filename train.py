@@ -148,7 +148,11 @@ class Config:
     kl_budget_final: float = flag(2e-5, "and the last of --kl-budget-steps, by a cosine")
     kl_budget_steps: int = flag(300, "updates from the first budget to the final one")
     alpha_max: float = flag(3.0, "upper bound of alpha")
-    verify_step: bool = flag(False, "measure each step's KL and take back what exceeds the budget")
+    verify_step: bool = flag(
+        False,
+        "measure the KL of every step and take back what exceeds the budget (in bfloat16 the KL"
+        " has a floor of 1e-4 or so: mind the final budget)",
+    )
     probe_responses: int = flag(2, "answers on which KL is predicted")
     kl_check_every: int = flag(10, "updates between measurements of the realised KL; 0: none")
 
@@ -272,9 +276,7 @@ def parse(argv) -> Config:
     if config.optimizer in WITHOUT_SKETCH:
         config.sync = "full"  # a step of these has no factors
         if config.verify_step:
-            raise UserError(
-                f"--verify-step needs sketches; --optimizer {config.optimizer} has none"
-            )
+            raise UserError(f"--verify-step: --optimizer {config.optimizer} has no sketches")
     return config
 
 
