@@ -1120,15 +1120,14 @@ class KLControl:
         return min(self.alpha_max, interpolate(self.budget(update), kls, steps, 1 / 2))
 
     def excess(self, realised: float, update: int) -> float:
-        """The share of a step to take back, at most .9, so that its realised KL is the budget.
+        """The share of a step to take back, at most .9, for its realised KL to be the budget.
 
         0 within the budget.  Raises FloatingPointError if the realised KL is not finite.
         """
         if not realised < math.inf:
             raise FloatingPointError(f"the realised KL of update {update} is {realised}")
-        if not self.enabled or realised <= self.budget(update):
-            return 0.0
-        return 1 - max(0.1, math.sqrt(self.budget(update) / realised))
+        excess = realised > self.budget(update)
+        return 1 - max(0.1, math.sqrt(self.budget(update) / realised)) if excess else 0.0
 
     def grid(self) -> list:
         """Sixteen steps for the linearised predictor, down to a thousandth of alpha_max."""

@@ -15,27 +15,34 @@ row | fault                                    | test_...
     |                                          | every_eos_id_ends_an_answer
   3 | EOS inside the prompt taken for the end  | loss_covers_the_generated_tokens,
     |                                          | end_token_in_the_prompt_ends_nothing,
-    |                                          | eos_in_the_prompt_does_not_end_the_answer
-  4 | BOS twice                                | a_template_with_bos_gives_one_bos
+    |                                          | eos_in_the_prompt_does_not_end_the_answer,
+    |                                          | an_end_token_that_the_tokenizer_adds_is_no_prompt
+  4 | BOS twice                                | a_template_with_bos_gives_one_bos,
+    |                                          | a_prompt_is_the_template_of_its_turns
   6 | padding shifts positions or log-probs    | padding_and_order_change_nothing
   7 | long prompts crash or are cut            | long_prompts_are_left_out_and_counted
-  8 | all answers truncated                    | truncated_answers_are_trained_on
+  8 | all or some answers truncated            | truncated_answers_are_trained_on,
+    |                                          | masked_answers_add_nothing_and_are_not_divided_by,
+    |                                          | all_answers_masked_move_nothing
  10 | mean of micro-batch means                | sketch_does_not_depend_on_micro_batches,
     |                                          | micro_batch_changes_no_weight
  11 | denominator divided by accumulation      | sketch_does_not_depend_on_micro_batches
  12 | learning depends on the number of ranks  | learning_does_not_depend_on_the_number_of_ranks
- 13 | group std 0, or G = 1                    | equal_rewards_get_exactly_zero
+ 13 | group std 0, or G = 1                    | equal_rewards_get_exactly_zero,
+    |                                          | running_mean_trains_on_one_answer_a_prompt
  14 | groups by prompt text                    | groups_go_by_position
  17 | an empty batch divides 0 by 0            | dead_groups_move_nothing
  18 | no temperature in the log-probs          | token_logprobs_are_at_temperature,
     |                                          | generator_logprobs_are_the_trainers,
     |                                          | engine_logprobs_are_the_trainers
- 19 | raw log-probs; the support is changed    | every_sampling_field_is_set
+ 19 | raw log-probs; the support is changed    | every_sampling_field_is_set,
+    |                                          | bad_input_is_answered_by_one_sentence[top-p]
  22 | dropout on in one pass only              | dropout_is_off_in_both_passes
  23 | stale prefix cache                       | no_stale_prefix_is_left_in_the_cache
  25 | a reload overwrites the new weights      | an_update_reaches_the_engine_and_stays
  27 | an unknown name is swallowed             | nothing_to_train_raises,
     |                                          | every_target_layer_is_reached_or_it_raises
+ 29 | the engine is in another process         | the_engine_is_in_this_process_whatever_is_asked
  30 | the seed is ignored, or all alike        | seed_decides_the_sample,
     |                                          | a_seed_decides_its_engine_sample,
     |                                          | ranks_sample_different_answers_to_an_equal_prompt
@@ -56,9 +63,13 @@ row | fault                                    | test_...
     |                                          | nan_in_the_sketch_moves_no_weight
  42 | resume: off by one, RNG                  | resumed_run_is_the_same_run,
     |                                          | state_dict_roundtrip_is_bitwise,
-    |                                          | a_killed_run_resumes_to_the_same_bits
+    |                                          | a_killed_run_resumes_to_the_same_bits,
+    |                                          | the_objectives_run_and_resume
+
+Row 24, sleep level 2 of an engine on a GPU, is not tested: level 1 alone is used.
 """
 
+import contextlib
 import copy
 import datetime
 import fcntl
@@ -79,11 +90,13 @@ import time
 import types
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from fractions import Fraction
 from pathlib import Path
 from unittest import mock
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: these models are fastest so
 os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"  # what a shell may have; must be overruled
 
 import pytest
 import torch
@@ -1254,7 +1267,7 @@ def test_alpha_is_bounded_and_odd_predictions_are_refused():
 
 
 def test_excess_brings_a_quadratic_kl_to_the_budget():
-    """Keep sqrt(budget / realised), at least .1; nothing within the budget or without control."""
+    """Keep sqrt(budget / realised), at least .1, also where alpha is 1; 0 within the budget."""
     control = logra.KLControl(1e-3, 1e-3)
     for kl in (1.1e-3, 4e-3, 9e-2):
         assert kl * (1 - control.excess(kl, 0)) ** 2 == pytest.approx(1e-3)
@@ -1262,7 +1275,7 @@ def test_excess_brings_a_quadratic_kl_to_the_budget():
     assert control.excess(1e-3, 0) == control.excess(0.0, 0) == 0
     control.observe(1.0)  # the mismatch takes half of the budget
     assert control.excess(1e-3, 0) == pytest.approx(1 - 0.5**0.5)
-    assert logra.KLControl(1e-3, enabled=False).excess(1.0, 0) == 0
+    assert logra.KLControl(1e-3, enabled=False).excess(4e-3, 0) == pytest.approx(0.5)
     for bad in (math.nan, math.inf):
         with pytest.raises(FloatingPointError, match="update 7"):
             control.excess(bad, 7)
@@ -1355,6 +1368,25 @@ def test_groups_go_by_position():
     assert logra.group_advantages(rewards).tolist() == [[1.0, -1.0], [0.0, 0.0]]
     merged = logra.group_advantages(rewards.view(1, 4)).view(2, 2)
     assert (merged[1] != 0).all()  # wrong
+
+
+def test_running_mean_judges_by_the_steps_before(monkeypatch):
+    """Worked by hand: baseline b <- 0.9 b + 0.1 mean, the first mean to begin with; one answer to
+    a prompt will do, and a difference that is rounding is no signal."""
+    rewards = torch.tensor([[1.0], [0.0], [0.0], [1.0]])
+    first, b = logra.running_mean_advantages(rewards, None)
+    assert first.tolist() == [[0.5], [-0.5], [-0.5], [0.5]] and b == 0.5
+    second, b = logra.running_mean_advantages(torch.ones(4, 1), b)
+    assert second.tolist() == [[0.5]] * 4 and b == pytest.approx(0.9 * 0.5 + 0.1 * 1.0)
+    third, b = logra.running_mean_advantages(torch.tensor([[-0.01], [1.0]]), b)
+    assert third.flatten().tolist() == pytest.approx([-0.01 - 0.55, 1 - 0.55], rel=1e-6)
+    same = torch.full((7, 1), 0.1, dtype=torch.float64)
+    for baseline in (None, 0.1 + 1e-16):
+        assert (logra.running_mean_advantages(same, baseline)[0] == 0).all()
+    others = torch.tensor([0.0, 2.0])  # two answers of another rank, neither right
+    monkeypatch.setattr(logra, "rank_sum", lambda total: total + others)
+    fourth, b = logra.running_mean_advantages(rewards, None)
+    assert b == pytest.approx(2 / 6) and fourth[1].item() == pytest.approx(-2 / 6)
 
 
 @pytest.mark.parametrize("chunk", [512, 4, 1])
@@ -1606,6 +1638,19 @@ def low_tokens(sample):
     return sum(token < 16 for token in sample.completion) / len(sample.completion)
 
 
+def spread_of_tokens(sample):
+    """A toy reward of which no two answers are likely to have the same."""
+    return sum(token * (i + 1) for i, token in enumerate(sample.completion)) % 97 / 97
+
+
+def sketch_norm(samples):
+    """||sum adv grad log p A^T|| over the layers, by autograd on the model that loop() starts from."""
+    sketches, _ = sketched(tiny_qwen2(peak=3.0))
+    G = dense_gradients(tiny_qwen2(peak=3.0), sketches.layers, samples)
+    S = [G[p] @ sketches.A[layer.in_features].T for p, layer in sketches.layers.items()]
+    return math.sqrt(sum(x.square().sum().item() for x in S))
+
+
 LAYERS = [
     f"model.layers.{i}.{name}"
     for i in (0, 1)
@@ -1746,6 +1791,56 @@ def test_truncated_answers_are_trained_on():
     assert all(math.isfinite(x) for m in metrics for x in m.values() if isinstance(x, float))
     assert all(torch.isfinite(W).all() for W in model.state_dict().values())
     assert not same_weights(model, tiny_qwen2(peak=3.0))
+
+
+def test_masked_answers_add_nothing_and_are_not_divided_by():
+    """S = -sum adv grad log p A^T over finished answers / their tokens; G of all gives the mean."""
+    [m], *_ = loop(1, ends=range(40, 64), mask_truncated=True, reward=spread_of_tokens)
+    cut = [s for s in m["samples"] if not s.finished]
+    finished = [s for s in m["samples"] if s.finished]
+    assert cut and finished and all(s.advantage == 0 for s in cut)
+    rewards = torch.tensor([s.reward for s in m["samples"]]).view(3, 4)
+    adv = (rewards - rewards.mean(1, keepdim=True)) / rewards.std(1, correction=0, keepdim=True)
+    for s, a in zip(m["samples"], adv.flatten().tolist(), strict=True):
+        assert not s.finished or s.advantage == pytest.approx(a, abs=1e-5)
+    tokens = sum(len(s.completion) for s in finished)
+    assert m["grad_sketch_norm"] == pytest.approx(sketch_norm(finished) / tokens, rel=1e-3)
+    everyone = sum(len(s.completion) for s in m["samples"])
+    assert m["length"] == everyone / 12 and abs(everyone / tokens - 1) > 0.1  # diluted: wrong
+
+
+def test_all_answers_masked_move_nothing():
+    """None finished: no update and no NaN, and the line says that all are cut."""
+    metrics, model, optimizer, _ = loop(2, ends=(), mask_truncated=True, reward=spread_of_tokens)
+    assert same_weights(model, tiny_qwen2(peak=3.0)) and optimizer.update == 0
+    for m in metrics:
+        assert m["last"] and m["alpha"] == 0 and m["length"] == 5
+        assert all(math.isfinite(x) for x in m.values() if isinstance(x, float))
+        assert "every answer is cut" in train.step_line(m)
+
+
+def test_constant_denominator_is_answers_times_longest():
+    """Dr. GRPO: no std, and 12 answers x 5 tokens whatever was generated."""
+    kw = {"divide_by_std": False, "reward": spread_of_tokens}
+    [m], *_ = loop(1, denominator="constant", **kw)
+    norm = sketch_norm(m["samples"])
+    assert m["grad_sketch_norm"] == pytest.approx(norm / (12 * 5), rel=1e-3)
+    [n], *_ = loop(1, **kw)
+    tokens = sum(len(s.completion) for s in n["samples"])
+    assert n["grad_sketch_norm"] == pytest.approx(norm / tokens, rel=1e-3) and tokens < 12 * 5
+
+
+def test_running_mean_trains_on_one_answer_a_prompt():
+    """G = 1: nothing is dead but for chance; the baseline is that of all steps before."""
+    metrics, model, _, control = loop(3, group_size=1, advantage="running_mean")
+    b = None
+    for m in metrics:
+        rewards = [s.reward for s in m["samples"]]
+        mean = sum(rewards) / 3
+        b = mean if b is None else b
+        assert [s.advantage for s in m["samples"]] == pytest.approx([r - b for r in rewards])
+        b += 0.1 * (mean - b)
+    assert control.baseline == pytest.approx(b) and not same_weights(model, tiny_qwen2(peak=3.0))
 
 
 def test_mismatch_hears_finished_answers_only(monkeypatch):
@@ -2232,6 +2327,17 @@ def test_no_stale_prefix_is_left_in_the_cache(pair):
 
 
 @pytest.mark.slow
+def test_the_engine_is_in_this_process_whatever_is_asked(pair):
+    """Tensors reach the weights by reference, so that the other mode is not used, though the
+    environment asks for it (29)."""
+    _, optimizer, generator = pair("qwen2")
+    assert type(generator.llm.llm_engine.engine_core).__name__ == "InprocClient"
+    generator.update(*random_update(optimizer))
+    read, trained = generator.read(), weights(optimizer)
+    assert read.keys() == trained.keys() and all(torch.equal(read[p], trained[p]) for p in read)
+
+
+@pytest.mark.slow
 def test_every_target_layer_is_reached_or_it_raises(pair):
     """A factor too few, a layer unknown, a shape that does not fit: RuntimeError (27)."""
     _, optimizer, generator = pair("llama")
@@ -2607,14 +2713,25 @@ SMALL = "--engine hf --reward {lab}/reward.py:spread --prompts-per-step 4 --grou
 SMALL += " --eval-rows 6 --eval-every 2 --save-every 2"
 TEXT = "two and two are four . a cat sat on a mat . ten dogs ran to the red house . 0 1 2 3 4"
 REWARD = """
+import time
 def spread(completion, row):
     if row["answer"] == "bad":
         raise KeyError("nothing there")
     if row["answer"] == "nan":
         return float("nan")
+    if row["answer"] == "slow":
+        time.sleep(60)
     return len(completion) % 5 + len(set(completion)) / 7
 number = 3
+def one(completion):
+    return 1.0
 """
+# Templates as there are in public: one refuses a system turn, one does not look at it
+STRICT = "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('not supported') }}"
+STRICT += "{% endif %}{{ m.content }} {% endfor %}"
+DEAF = "{% for m in messages if m.role == 'user' %}{{ m.content }} {% endfor %}"
+CHATTY = "{{ bos_token }}{% for m in messages %}{{ m.role[0] }} {{ m.content }} . {% endfor %}"
+CHATTY += "{% if add_generation_prompt %}four{% if thinking is false %} 0{% endif %}{% endif %}"
 
 
 @pytest.fixture(scope="session")
@@ -2678,6 +2795,21 @@ def lab(tmp_path_factory, small_task):
     jsonl(lab / "chat.jsonl", row([{"role": "user", "content": "two"}]))
     jsonl(lab / "turn.jsonl", row(), row([{"role": "user"}]))
     jsonl(lab / "words.jsonl", row(), row("two", "none at all"))
+    jsonl(lab / "deep.jsonl", row(), '{"prompt": ' + "[" * 100_000)
+    jsonl(lab / "half.jsonl", row(), row("\ud800"))
+    jsonl(lab / "true.jsonl", row(), row(answer=True))
+    picture = [{"type": "image", "url": "cat.png"}]
+    jsonl(lab / "picture.jsonl", row(), row([{"role": "user", "content": picture}]))
+    told = [{"role": "user", "content": "two"}, {"role": "assistant", "content": "2"}]
+    jsonl(lab / "ended.jsonl", row(), {"messages": told, "answer": "2"})
+    for name, template in (("strict", STRICT), ("deaf", DEAF), ("small", None)):
+        tokenizer = tokenizer_with_bos()
+        tokenizer.chat_template = template
+        tokenizer.save_pretrained(lab / name)
+        model_with_biases("llama").save_pretrained(lab / name)
+    small = transformers.AutoModelForCausalLM.from_pretrained(lab / "small")
+    small.resize_token_embeddings(8)
+    small.save_pretrained(lab / "small")
     (lab / "binary.jsonl").write_bytes(b"\xff\xfe\x00\x80")
     (lab / "reward.py").write_text(REWARD)
     (lab / "broken.py").write_text("def spread(completion, row:\n")
@@ -2690,8 +2822,11 @@ def lab(tmp_path_factory, small_task):
         shutil.copytree(lab / "done", lab / torn)
         whole = (lab / torn / file).read_bytes()
         (lab / torn / file).write_bytes(whole[: len(whole) // 2])
+    shutil.copytree(lab / "done", lab / "unsaved", ignore=shutil.ignore_patterns("step-*"))
     shutil.copytree(lab / "done", lab / "bare-config")
     (lab / "bare-config" / "config.json").write_text("{}")
+    for kind in ("GPT2", "T5"):
+        getattr(transformers, f"{kind}Config")().to_json_file(lab / f"{kind.lower()}.json")
     return lab
 
 
@@ -2715,15 +2850,43 @@ BAD_INPUT = {
     "row without answer": (f"{MODEL} --data {{lab}}/noanswer.jsonl", "noanswer.jsonl:3 answer"),
     "row not JSON": (f"{MODEL} --data {{lab}}/notjson.jsonl", "notjson.jsonl:3 JSON"),
     "row not an object": (f"{MODEL} --data {{lab}}/notobject.jsonl", "notobject.jsonl:2 object"),
+    "row nested too deep": (f"{MODEL} --data {{lab}}/deep.jsonl", "deep.jsonl:2 JSON"),
+    "row with half a character": (f"{MODEL} --data {{lab}}/half.jsonl", "half.jsonl:2 tokenizer"),
+    "answer true": (f"{MODEL} --data {{lab}}/true.jsonl", "true.jsonl:2 answer"),
     "chat without template": (f"{MODEL} --data {{lab}}/chat.jsonl", "chat.jsonl:1 template"),
     "turn without content": (f"{MODEL} --data {{lab}}/turn.jsonl", "turn.jsonl:2 content"),
+    "turn of pictures": (f"{MODEL} --data {{lab}}/picture.jsonl", "picture.jsonl:2 content text"),
+    "chat with its answer": (f"{MODEL} --data {{lab}}/ended.jsonl", "ended.jsonl:2 assistant"),
+    "template arguments no JSON": (f"{DATA} --template-kwargs {{{{a", "--template-kwargs JSON"),
+    "template arguments no object": (f"{DATA} --template-kwargs [1]", "--template-kwargs object"),
+    "template argument unknown": (
+        f'{DATA} --template-kwargs {{{{"thinking":false}}}}',
+        "--template-kwargs thinking",
+    ),
+    "template refuses a system turn": (
+        f"{DATA} --model {{lab}}/strict --system hush",
+        "--system template supported",
+    ),
+    "template leaves the system turn out": (
+        f"{DATA} --model {{lab}}/deaf --system hush",
+        "--system template out",
+    ),
+    "tokenizer of another model": (
+        f"{MODEL} --model {{lab}}/small --data {{lab}}/good.jsonl",
+        "--model 8 good.jsonl:1",
+    ),
     "answer without number": (f"{MODEL} --data {{lab}}/words.jsonl", "words.jsonl:2 number"),
     "bad held-out row": (f"{DATA} --eval-data {{lab}}/noanswer.jsonl", "noanswer.jsonl:3 answer"),
     "all prompts too long": (f"{DATA} --max-prompt-tokens 1", "--data --max-prompt-tokens 3"),
     "more tokens than positions": (f"{DATA} --max-new-tokens 4000", "--max-new-tokens 4016 512"),
     "rank 0": ("--rank 0", "--rank 0"),
     "rank -1": ("--rank -1", "--rank -1"),
-    "group of one": ("--group-size 1", "--group-size 2"),
+    "group of one": ("--group-size 1", "--group-size 2 running_mean"),
+    "group of none": ("--group-size 0 --advantage running_mean", "--group-size 1"),
+    "no such advantage": ("--advantage critic", "--advantage running_mean"),
+    "no such denominator": ("--denominator groups", "--denominator constant"),
+    "top-p": ("--top-p 0.9", "--top-p"),
+    "top-k": ("--top-k 50", "--top-k"),
     "no steps": ("--steps 0", "--steps 1"),
     "no new tokens": ("--max-new-tokens 0", "--max-new-tokens"),
     "negative seed": ("--seed -1", "--seed -1"),
@@ -2762,10 +2925,45 @@ BAD_INPUT = {
     "resume, torn weights": ("--resume {lab}/torn-model", "torn-model/step-4"),
     "resume, torn config": ("--resume {lab}/torn-config", "torn-config/config.json"),
     "resume, config of nothing": ("--resume {lab}/bare-config", "bare-config/config.json"),
+    "estimate without model": ("--estimate-memory", "--estimate-memory --model"),
+    "estimate, config not there": ("--estimate-memory --model {lab}/nowhere", "{lab}/nowhere"),
+    "estimate, not JSON": ("--estimate-memory --model {lab}/notjson.jsonl", "notjson.jsonl"),
+    "estimate, no model": (
+        "--estimate-memory --model {lab}/bare-config",
+        "bare-config/config.json",
+    ),
+    "estimate, no ranks": (
+        "--estimate-memory --model {lab}/llama --world-size 0",
+        "--world-size 0",
+    ),
+    "estimate, no tokens": (
+        "--estimate-memory --model {lab}/llama --max-length -1",
+        "--max-length",
+    ),
+    "estimate, target unknown": (
+        "--estimate-memory --model {lab}/llama --targets nonsense",
+        "llama/config.json --targets nonsense o_proj",
+    ),
+    "estimate, no linear layers": ("--estimate-memory --model {lab}/gpt2.json", "gpt2.json Linear"),
+    "estimate, no causal model": ("--estimate-memory --model {lab}/t5.json", "t5.json CausalLM"),
     "reward unknown": ("--reward nosuch", "--reward nosuch"),
     "reward file not there": ("--reward {lab}/nowhere.py:f", "--reward nowhere.py:f"),
     "reward function not there": ("--reward {lab}/reward.py:missing", "--reward missing"),
     "reward with a syntax error": ("--reward {lab}/broken.py:spread", "--reward broken.py"),
+    "reward of one argument": ("--reward {lab}/reward.py:one", "--reward one TypeError"),
+    "reward without time": ("--reward-seconds 0", "--reward-seconds 0"),
+    "nothing to evaluate": ("--eval-only", "--eval-only --resume"),
+    "evaluation without rows": (f"{DATA} --eval-only", "--eval-only --eval-data"),
+    "evaluation of no checkpoint": ("--eval-only --resume {lab}/unsaved", "unsaved checkpoint"),
+    "evaluation of nothing": ("--eval-only --resume {lab}/done/step-3", "step-3/config.json"),
+    "evaluation of a torn state": (
+        "--eval-only --resume {lab}/torn-state/step-4",
+        "step-4/trainer.pt",
+    ),
+    "evaluation over a run": (
+        "--eval-only --resume {lab}/done --out {lab}/done",
+        "--out done exists",
+    ),
     "reward not a function": ("--engine hf --reward {lab}/reward.py:number", "--reward number"),
 }
 
@@ -2974,13 +3172,81 @@ def test_a_template_with_bos_gives_one_bos():
     assert tokenizer.encode(tokenizer.apply_chat_template(chat, tokenize=False)).count(0) == 2
 
 
+def test_a_prompt_is_the_template_of_its_turns():
+    """--system goes before chats and texts that have no system turn of their own, and what is in
+    --template-kwargs reaches the template; without one there is a blank line between."""
+    tokenizer = tokenizer_with_bos()
+    plain = functools.partial(tokenizer.encode, add_special_tokens=False)
+    ids = train.encode(tokenizer, "a cat", "at", "ten dogs")
+    assert ids == tokenizer.encode("ten dogs\n\na cat") == [0, *plain("ten dogs a cat")]
+    tokenizer.chat_template = CHATTY
+    user, own = {"role": "user", "content": "a cat"}, {"role": "system", "content": "red"}
+    for prompt, system, options, expected in [
+        ("a cat", None, {}, "u a cat . four"),
+        ([user], None, {"thinking": True}, "u a cat . four"),
+        ([user], None, {"thinking": False}, "u a cat . four 0"),
+        ("a cat", "ten dogs", {}, "s ten dogs . u a cat . four"),
+        ([own, user], "ten dogs", {}, "s red . u a cat . four"),
+    ]:
+        ids = train.encode(tokenizer, prompt, "at", system, options)
+        assert ids == [0, *plain(expected)] and tokenizer.unk_token_id not in ids
+
+
+def test_rows_of_any_shape_are_read(tmp_path):
+    """`messages`, null prompts, Unicode, a row of 100 kB, CRLF; a prompt has precedence."""
+    chat, long = [{"role": "user", "content": "двa 🐈"}], "a cat " * 20_000
+    rows = [{"messages": chat}, {"prompt": None, "question": "q"}, {"prompt": long}]
+    rows += [{"prompt": "p", "messages": chat, "question": "q"}]
+    path = tmp_path / "rows.jsonl"
+    lines = [json.dumps({**r, "answer": "1"}, ensure_ascii=False) for r in rows]
+    path.write_bytes("\r\n".join(lines).encode())
+    assert [r["prompt"] for _, r in train.read_rows(str(path))] == [chat, "q", long, "p"]
+
+
+def test_the_flags_of_the_template_reach_every_prompt(lab, tmp_path, monkeypatch):
+    """Rows, held-out rows and a resumed run; other flags on resuming are refused."""
+    shutil.copytree(lab / "llama", tmp_path / "chatty")
+    (tmp_path / "chatty" / "chat_template.jinja").write_text(CHATTY)
+    prompts, generate = set(), logra.HFGenerator.generate
+
+    def watched(self, ids, *args):
+        prompts.update(map(tuple, ids))
+        return generate(self, ids, *args)
+
+    monkeypatch.setattr(logra.HFGenerator, "generate", watched)
+    plain = functools.partial(tokenizer_with_bos().encode, add_special_tokens=False)
+    texts = [f"s red . u {p} . four 0" for p in ("a cat", "ten dogs", "four")]
+    expected = {(0, *plain(text)) for text in texts}
+    argv = f"{DATA} --model {tmp_path}/chatty --eval-data {{lab}}/good.jsonl --system red"
+    argv = argv + ' --template-kwargs {{"thinking":false}} --rank 8 --prompts-per-step 3 --steps'
+    assert main(lab, f"{argv} 1 --group-size 2 --out {tmp_path}/run") == 0
+    assert prompts == expected
+    prompts.clear()
+    assert main(lab, f"--resume {tmp_path}/run --steps 2") == 0
+    assert prompts == expected
+    assert main(lab, f"--resume {tmp_path}/run --steps 3 --system four") == 2
+
+
+def test_an_end_token_that_the_tokenizer_adds_is_no_prompt():
+    """The answer would begin behind the end; one that stands in the text stays (3)."""
+    tokenizer = tokenizer_with_bos()
+    ids = tokenizer.encode("a cat")
+    tokenizer.backend_tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)]
+    )
+    assert tokenizer.encode("a cat") == [*ids, 1] and train.encode(tokenizer, "a cat", "at") == ids
+    assert train.encode(tokenizer, "a cat</s>", "at")[-2:] == [1, 1]
+
+
 def test_all_end_tokens_are_known(models):
-    """Those of the generation config and the tokenizer's (2)."""
+    """Those of the generation config, the model's own and the tokenizer's (2)."""
     model = transformers.AutoModelForCausalLM.from_pretrained(models["meddling"])
     tokenizer = tokenizer_with_bos()
     assert train.end_tokens(model, tokenizer) == [1, 7, 9]
     tokenizer.eos_token = "<unk>"
     assert train.end_tokens(model, tokenizer) == [1, 2, 7, 9]
+    model.config.eos_token_id = 8
+    assert train.end_tokens(model, tokenizer) == [1, 2, 7, 8, 9]
 
 
 def test_every_epoch_has_every_row_once_in_an_order_of_its_own():
@@ -3220,7 +3486,125 @@ def test_reward_file_sees_the_completion_and_the_row(lab, tmp_path):
     assert line["reward"] == 2.25 and line["dead_groups"] == 1 and line["alpha"] == 0
 
 
-@pytest.mark.parametrize("answer, words", [("bad", "KeyError"), ("nan", "nan")])
+# fmt: off
+NUMBERS = [  # what a text says, and the number it ends with
+    ("18", 18), ("The answer is 18.", 18), ("18.0", 18), ("18.00 dollars", 18), ("$18", 18),
+    ("18$", 18), (r"\$18", 18), ("$ 18", 18), ("€18,50", None), ("£1,234.50", "1234.5"),
+    ("USD 18", 18), ("18USD", 18), ("USD18", None), ("1,234", 1234), ("1,234,567", 1234567),
+    ("12,34", None), ("1,2345", None), ("1234,567", None), ("0,123", 123), ("1.234.567", None),
+    ("1 234", 234), ("1_000", None), ("1{,}234", 1234), (r"1\,234", 1234), (r"1,\!234", 1234),
+    ("-5", -5), ("+5", 5), ("−5", -5), ("–5", -5), ("- 5", 5), ("-$5", -5), ("$-5", -5),
+    (r"-\$1,000", -1000), ("x=-5", -5), ("10-5", 5), ("10 - 5", 5), ("10 -5", -5), ("pages 3-5", 5),
+    ("3–5", 5), ("x-5", 5), ("(7)-5", 5), ("--5", 5), ("covid-19", 19), ("50%", 50), (r"50\%", 50),
+    ("0.5%", "1/2"), ("40%-50%", 50), ("18km", 18), ("18 km/h", 18), ("18 cm^2", 18),
+    ("18 cm^{2}", 18), (r"18\text{ cm}^2", 18), ("18 m2", 18), ("18 cm²", 18), ("5 s^{-1}", 5),
+    ("18°", 18), (r"18^\circ", 18), (r"18^{\circ}", 18), ("the 5th", 5), ("3 million", 3),
+    ("x2", None), ("H2O", None), ("0.5", "1/2"), (".5", "1/2"), ("-.5", "-1/2"), ("5.", 5),
+    ("so...5", None), ("Rs.500", None), ("1.2.3", None), ("007", 7), ("3/4", "3/4"),
+    ("-3/4", "-3/4"), ("3/4.", "3/4"), ("1/0", None), ("1/2/3", None), ("1.5/2", "3/4"),
+    ("km/2", None), ("5/day", 5), (r"\frac{3}{4}", "3/4"), (r"\dfrac{3}{4}$", "3/4"),
+    (r"\frac34", "3/4"), (r"-\frac{3}{4}", "-3/4"), (r"\frac{-3}{4}", "-3/4"),
+    (r"3\frac{1}{2}", None), (r"\frac{1}{2}3", None), (r"\frac{1,000}{4}", 250), ("1e5", 100000),
+    ("1.5e-3", "3/2000"), ("2E3", 2000), ("1e999", "1e999"), ("1e9999", None), ("10^3", None),
+    ("10^{-3}", None), (r"2\times 10^3", None), (r"2 \times 3", None), ("2×3", None), ("2*3", None),
+    ("2 * 3", 3), ("9**9**9", None), ("3:30", None), ("12/10/2020", None), ("2020-10-12", 12),
+    ("A:5", 5), ("**5**", 5), ("**Answer: 5.**", 5), ("__5__", 5), ("`5`", 5), ("x_1", None),
+    ("1, 2, 3", 3), ("1,2,3", None), ("(1, 2)", 2), ("[7]", 7), ("5!", 5), ("", None),
+    ("none", None), ("NaN", None), ("inf", None), ("１８", None), ("½", None), ("2 + 3 = 5", 5),
+    ("5 = 2 + 3", 3), ("18\n\nDone", 18), ("First 1. Then 2.", 2), (r"\boxed{18}", 18),
+    (r"\boxed{18} of 20", 18), (r"so $\boxed{\$1,234.50}$.", "1234.5"),
+    (r"\boxed{\frac{3}{4}}", "3/4"), (r"\boxed{-3}", -3), (r"\boxed{18\text{ cm}^2}", 18),
+    (r"\boxed{\text{18 dollars}}", 18), (r"\boxed{x = 5}", 5), (r"\boxed{5\%}", 5),
+    (r"\boxed{\mathbf{5}}", 5), (r"\boxed{\left(5\right)}", 5), (r"\boxed{1} then \boxed{2}", 2),
+    (r"\boxed{\boxed{5}}", 5), (r"\boxed{}", None), (r"5 \boxed{none}", None),
+    (r"5 \boxed{18", None), (r"\boxed{1, 2}", None), (r"\boxed{2 + 3}", None),
+    (r"\boxed{3 1/2}", None), (r"\boxed{2\sqrt{3}}", None), (r"\boxed{\sqrt{3}}", None),
+    (r"\boxed{2\pi}", None), (r"\boxed{\pm 2}", None), (r"\boxed{5^x}", None),
+    (r"\boxed{x^2}", None), (r"\boxed 5", 5), ("#### 18", 18), ("####18", 18),
+    ("#### 18\nQuestion: 5 and 6?", 18), ("#### $1,234", 1234), ("#### -5", -5), ("#### **5**", 5),
+    ("#### 18 dollars", 18), ("#### 18 (of 20)", None), ("#### 18 #### 19", None),
+    ("#### 18\n#### 19", 19), ("18 ####", 18), ("#### Step 2\nso 18", 18),
+    ("#### 18\n\\boxed{19}", 19), ("\\boxed{19}\n#### 18", 18), ("7 <<3+4=7>>7\n#### 7", 7),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize("text, number", NUMBERS, ids=range(len(NUMBERS)))
+def test_the_number_of_a_text(text, number):
+    """As train.last_number states the rule; so for the answer of a row and for a completion."""
+    expected = None if number is None else Fraction(number)
+    assert train.last_number(text) == expected
+    right = {"prompt": "p", "answer": "7" if number is None else str(number)}
+    assert train.number_reward(text, right) == float(number is not None)
+    assert train.number_reward(text, {"prompt": "p", "answer": 123456}) == 0
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["9**9**9", "1e999999999", "NaN", "inf", "-1e999", *(x * 100_000 for x in "19 .,-#{}$\\^_")]
+    + ["1 " * 50_000, "x1" * 50_000, "1e" * 50_000, "1," * 50_000, "1" + ",111" * 25_000]
+    + ["\\boxed{" * 14_000, "\\boxed{" + "{}" * 50_000, "\\frac{1" * 12_000, "#### 1" * 16_000]
+    + ["####" + " " * 100_000, "1 \\times" * 11_000, "1" + " " * 100_000 + "2", "####-" * 20_000],
+    ids=lambda text: text[:9],
+)
+def test_hostile_text_is_answered_at_once(text):
+    """Nothing is evaluated, and 100 kB of anything take less than a tenth of a second."""
+    start = time.process_time()
+    train.number_reward(text, row())
+    assert time.process_time() - start < 0.1
+
+
+def test_a_reward_gets_what_it_asks_for_by_name(lab, tmp_path):
+    """token_ids and finish_reason, each alone or both, are the sample's own."""
+    (tmp_path / "mine.py").write_text(
+        "from __future__ import annotations\n"
+        "from dataclasses import dataclass\n"
+        "@dataclass\n"
+        "class Seen:\n"
+        "    ids: list\n"
+        "def both(completion, row, *, token_ids, finish_reason):\n"
+        "    assert completion == 'a cat'\n"
+        "    return {'stop': 1, 'length': 2}[finish_reason] + 10 * len(Seen(token_ids).ids)\n"
+        "def one(completion, row, finish_reason='none', other=0.5):\n"
+        "    return {'stop': 1, 'length': 2}[finish_reason] + other\n"
+    )
+    tokenizer = tokenizer_with_bos()
+    ids = tokenizer.encode("a cat")
+    for finished in (True, False):
+        sample = logra.Sample([1], ids, [], finished, row=train.Example([1], row(), "at"))
+        for name, more in (("both", 10 * len(ids)), ("one", 0.5)):
+            reward = train.load_reward(f"{tmp_path}/mine.py:{name}")
+            found = train.score(reward, tokenizer, 9, sample)
+            assert found == (1 if finished else 2) + more
+
+
+def test_a_reward_that_takes_too_long_is_stopped():
+    """Even one that catches every Exception; the next call has its time again."""
+    sample = logra.Sample([1], [], [], True, row=train.Example([1], row(), "rows.jsonl:7"))
+    before = signal.getsignal(signal.SIGALRM)
+
+    def endless(completion, row):
+        end = time.monotonic() + 5
+        while time.monotonic() < end:
+            try:
+                time.sleep(0.01)
+            except Exception:  # noqa: BLE001, S112
+                continue
+        return 0.0
+
+    start = time.monotonic()
+    for _ in range(2):
+        with pytest.raises(train.UserError, match="--reward-seconds 0.1.*rows.jsonl:7"):
+            train.score(endless, tokenizer_with_bos(), 0.1, sample)
+    assert time.monotonic() - start < 3
+    assert train.score(lambda completion, row: 2, tokenizer_with_bos(), 60, sample) == 2
+    assert signal.getitimer(signal.ITIMER_REAL)[0] == 0
+    assert signal.getsignal(signal.SIGALRM) == before
+
+
+@pytest.mark.parametrize(
+    "answer, words", [("bad", "KeyError"), ("nan", "nan"), ("slow", "--reward-seconds")]
+)
 def test_a_reward_that_fails_stops_the_run_and_names_the_row(lab, tmp_path, capsys, answer, words):
     """Exit code 2; the steps before it are saved and the run can go on."""
     bad = train.epoch_order(3, 0, 0)[2]  # the row of step 3
@@ -3228,6 +3612,7 @@ def test_a_reward_that_fails_stops_the_run_and_names_the_row(lab, tmp_path, caps
     jsonl(tmp_path / "rows.jsonl", *rows)
     run = tmp_path / "run"
     argv = f"{TRAIN} --prompts-per-step 1 --data {tmp_path}/rows.jsonl --steps 4 --save-every 100"
+    argv += " --reward-seconds 0.2"
     assert main(lab, f"{argv} --out {run}") == 2
     out, err = capsys.readouterr()
     sentences = [line for line in err.splitlines() if line.startswith("error:")]
@@ -3241,6 +3626,172 @@ def test_a_reward_that_fails_stops_the_run_and_names_the_row(lab, tmp_path, caps
     jsonl(tmp_path / "rows.jsonl", *rows)
     assert main(lab, f"--resume {run}") == 0
     assert [line["step"] for line in journal(run)] == [1, 2, 3, 4]
+
+
+# ------------------------------------------------------------------------------------------------
+# Evaluation
+# ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("right, n", [(0, 5), (5, 10), (300, 300), (1, 3), (17, 500)])
+def test_interval_is_wilsons(right, n):
+    """Its ends are the p with (right / n - p)^2 = 1.96^2 p (1 - p) / n; in [0, 1] also at 0 and 1."""
+    low, high = train.wilson(right / n, n)
+    assert -1e-12 < low < high < 1 + 1e-12 and low - 1e-12 < right / n < high + 1e-12
+    for p in (low, high):
+        assert (right / n - p) ** 2 == pytest.approx(1.96**2 * p * (1 - p) / n, abs=1e-12)
+
+
+def test_interval_of_a_textbook():
+    """5 of 10: 0.2366 to 0.7634."""
+    assert train.wilson(0.5, 10) == pytest.approx([0.2366, 0.7634], abs=5e-5)
+
+
+class Dice:
+    """A generator of answers [seed % 7], which notes what it was asked."""
+
+    def __init__(self):
+        self.calls = []
+
+    def generate(self, prompts, seeds, max_new_tokens, temperature):
+        self.calls.append((prompts, seeds, temperature))
+        return [logra.Sample(p, [s % 7], [-1.0], True) for p, s in zip(prompts, seeds, strict=True)]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+@pytest.mark.parametrize("rows, samples", [(7, 4), (2, 1), (1, 3)])
+def test_every_row_is_evaluated_once_on_any_number_of_ranks(monkeypatch, ranks, rows, samples):
+    """The table that the ranks add up: each row with its samples, none twice; the same draws, so
+    the same mean, pass@k and interval."""
+    examples = [train.Example([i], {}, "at") for i in range(rows)]
+    config = train.Config(eval_samples=samples)
+    reward = lambda s: float(s.completion[0] < 2)
+    whole, _ = train.evaluate(Dice(), examples, reward, config, 0.7)
+    drawn = [logra.stable_seed("eval", 0, i, k) % 7 for i in range(rows) for k in range(samples)]
+    right = torch.tensor(drawn).view(rows, samples) < 2
+    mean, passed = right.double().mean().item(), right.any(1).double().mean().item()
+    assert whole == {
+        "rows": rows,
+        "samples_per_row": samples,
+        "mean_at_k": pytest.approx(mean),
+        "pass_at_k": pytest.approx(passed),
+        "interval": pytest.approx(train.wilson(mean, rows)),
+    }
+    tables, dice = [], Dice()
+    monkeypatch.setattr(logra, "world", lambda: ranks)
+    monkeypatch.setattr(logra, "raise_together", lambda error: None)
+    monkeypatch.setattr(logra, "rank_sum", lambda table: tables.append(table) or sum(tables))
+    for rank in range(ranks):
+        monkeypatch.setattr(logra, "my_rank", lambda rank=rank: rank)
+        if rank == ranks - 1:
+            assert train.evaluate(dice, examples, reward, config, 0.7)[0] == whole
+        else:
+            with contextlib.suppress(ZeroDivisionError):  # the rows of this one alone
+                train.evaluate(dice, examples, reward, config, 0.7)
+    seen = [s for call in dice.calls for s in call[1]]
+    assert len(seen) == len(set(seen)) == rows * samples and {c[2] for c in dice.calls} == {0.7}
+
+
+def test_a_penalty_is_a_wrong_answer_and_rewards_above_one_have_no_interval():
+    """1 and the paper's -0.01 give the share that is right; fractions are as exact as float64."""
+    examples = [train.Example([i], {}, "at") for i in range(50)]
+    reward = lambda s: 1.0 if s.completion[0] < 2 else -0.01
+    found, samples = train.evaluate(Dice(), examples, reward, train.Config(), 0.7)
+    right = sum(s.completion[0] < 2 for s in samples) / 50
+    assert found["mean_at_k"] == found["pass_at_k"] == right and 0 < right < 1
+    assert found["interval"] == train.wilson(right, 50)
+    assert {s.reward for s in samples} == {1.0, -0.01}
+    double = lambda s: 2 * reward(s)
+    found, _ = train.evaluate(Dice(), examples, double, train.Config(), 0.7)
+    assert found["interval"] is None and found["mean_at_k"] == 2 * right
+    fractions = lambda s: 0.1
+    assert train.evaluate(Dice(), examples, fractions, train.Config(), 0.7)[0]["mean_at_k"] == 0.1
+
+
+def evaluated(capsys):
+    """What --eval-only printed last, and the line before it."""
+    *_, line, answer = capsys.readouterr().out.splitlines()
+    return json.loads(answer), line
+
+
+def test_eval_only_answers_and_writes_nothing(lab, tmp_path, monkeypatch, capsys):
+    """Of a run, of one of its checkpoints (what that run measured there), and of a model."""
+    monkeypatch.chdir(tmp_path)
+    before = snapshot(lab)
+    for where, step in (("done", 4), ("done/step-2", 2), ("done/step-0", 0)):
+        assert main(lab, f"--eval-only --resume {{lab}}/{where}") == 0
+        found, line = evaluated(capsys)
+        measured = next(
+            r for r in journal(lab / "done", True) if r["step"] == step and "eval_rows" in r
+        )
+        assert found["mean_at_k"] == measured["eval_accuracy"] and found["rows"] == 6
+        assert found["interval"] is None and line.startswith(f"step {step} | held-out accuracy")
+    argv = f"--eval-only {MODEL} --eval-data {{lab}}/good.jsonl --eval-samples 4 --reward exact"
+    assert main(lab, argv) == 0
+    found, line = evaluated(capsys)
+    assert list(found) == ["rows", "samples_per_row", "mean_at_k", "pass_at_k", "interval"]
+    assert (found["rows"], found["samples_per_row"]) == (3, 4) and "pass@4" in line
+    low, high = found["interval"]
+    assert f"{found['mean_at_k']:.3f} [{low:.3f}, {high:.3f}]" in line
+    assert snapshot(lab) == before and not list(tmp_path.iterdir())
+    assert main(lab, f"{argv} --out {tmp_path}/out") == 0
+    found, _ = evaluated(capsys)
+    [record] = journal(tmp_path / "out", evaluations=True)
+    assert record["eval_accuracy"] == found["mean_at_k"] and record["eval_rows"] == 3
+    assert record["eval_pass_at_k"] == found["pass_at_k"] and record["eval_samples"] == 4
+    assert (tmp_path / "out" / "samples.jsonl").exists() and snapshot(lab) == before
+
+
+def test_eval_only_sees_the_weights_that_rounding_would_lose(lab, tmp_path, monkeypatch):
+    """A checkpoint in bfloat16 is evaluated with the float32 weights of trainer.pt."""
+    assert main(lab, f"{TRAIN} --model {{lab}}/qwen2 --steps 2 --out {tmp_path}/run") == 0
+    masters, seen = train.load_state(tmp_path / "run" / "step-2")["weights"], []
+
+    generate = logra.HFGenerator.generate
+
+    def noted(self, *args):
+        seen.append({path: self.model.get_submodule(path).weight.clone() for path in masters})
+        return generate(self, *args)
+
+    monkeypatch.setattr(logra.HFGenerator, "generate", noted)
+    argv = f"--eval-only --resume {tmp_path}/run --eval-data {{lab}}/good.jsonl"
+    assert main(lab, argv) == 0
+    assert masters and all(torch.equal(seen[-1][path], masters[path]) for path in masters)
+
+
+def test_accuracies_have_their_interval_on_screen_and_in_the_journal(lab, tmp_path, capsys):
+    """Before, between and after, sampled and greedy."""
+    argv = f"{SMALL} --reward exact --eval-samples 2 --steps 2 --out {tmp_path}/run"
+    assert main(lab, argv) == 0
+    out = capsys.readouterr().out
+    records = [r for r in journal(tmp_path / "run", evaluations=True) if "eval_rows" in r]
+    assert [r["step"] for r in records] == [0, 2]
+    for r in records:
+        p, (low, high) = r["eval_accuracy"], r["eval_interval"]
+        assert [low, high] == pytest.approx(train.wilson(p, 6)) and r["eval_pass_at_k"] >= p
+        assert (
+            f"step {r['step']} | held-out accuracy {p:.3f} [{low:.3f}, {high:.3f}] | pass@2" in out
+        )
+        g, (low, high) = r["greedy"], r["greedy_interval"]
+        assert f"greedy {g:.3f} [{low:.3f}, {high:.3f}]" in out
+
+
+@pytest.mark.parametrize(
+    "argv",
+    ["--advantage running_mean --group-size 1", "--denominator constant", "--mask-truncated"],
+)
+def test_the_objectives_run_and_resume(lab, tmp_path, argv):
+    """2 steps and 2 more are 4, to the bit: the running mean is in the checkpoint."""
+    whole, halves = tmp_path / "whole", tmp_path / "halves"
+    argv = f"{TRAIN} --max-new-tokens 40 {argv}"
+    assert main(lab, f"{argv} --steps 4 --out {whole}") == 0
+    assert main(lab, f"{argv} --steps 2 --out {halves}") == 0
+    assert main(lab, f"--resume {halves} --steps 4") == 0
+    assert journal(halves) == journal(whole)
+    assert any(line["alpha"] > 0 for line in journal(whole))
+    assert_same_tensors(tensors(whole / "step-4"), tensors(halves / "step-4"))
+    a, b = (train.load_state(run / "step-4")["baseline"] for run in (whole, halves))
+    assert a == b and (a is not None) == ("running_mean" in argv)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -4215,6 +4766,21 @@ def test_a_checkpoint_of_two_ranks_goes_on_with_one(two_ranks, tmp_path, monkeyp
         assert torch.equal(model.get_submodule(path).weight, W.bfloat16())
 
 
+@pytest.mark.slow
+def test_eval_only_is_the_same_on_one_rank_and_on_two(two_ranks, tmp_path):
+    """40 rows, 4 samples each, drawn by row and sample: the same mean reward and pass@k."""
+    argv = f"--eval-only --resume {two_ranks.out}/float32 --eval-rows 0 --eval-samples 4 --reward"
+    argv += f" {tmp_path}/cat.py:f --out {tmp_path}/"
+    (tmp_path / "cat.py").write_text("def f(completion, row):\n    return 'a' in completion\n")
+    process = torchrun(2, HERE / "train.py", *f"{argv}two".split())
+    words = said(process)
+    assert process.returncode == 0, words
+    assert train.main(f"{argv}one".split()) == 0
+    [one], [two] = (journal(tmp_path / name, evaluations=True) for name in ("one", "two"))
+    assert one == two and one["eval_rows"] == 40 and one["eval_samples"] == 4
+    assert 0 < one["eval_accuracy"] < one["eval_pass_at_k"] <= 1
+
+
 def rank_of(process, rank):
     """The process id of one of torchrun's ranks."""
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
@@ -4513,16 +5079,19 @@ class LiveBytes(TorchDispatchMode):
         return out
 
 
-def simulate(shape, world_size, T=4096, rank=256):
+def simulate(shape, world_size, method="logra", T=4096, rank=256):
     """{phase: peak GiB per rank} of a training step with two micro-batches of T tokens."""
     dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
     mesh = init_device_mesh("cpu", (world_size,))  # looks at values, so not on fake tensors
     tracker = LiveBytes(T - 1)
+    adam = sys.modules["torch.optim.adam"]  # whose step is foreach on a GPU
     try:
         with (
             FakeTensorMode(allow_non_fake_inputs=True),
             mock.patch.object(torch.UntypedStorage, "resize_", lambda s, n: tracker.resize_(s, n)),
             mock.patch.object(transformers.masking_utils, "is_tracing", lambda *_: False),
+            mock.patch.object(adam, "_default_to_fused_or_foreach", lambda *_, **__: (False, True)),
+            mock.patch.object(logra, "in_step", lambda batches, _: [(b, True) for b in batches]),
             mock.patch.object(logra, "check_same", lambda *_: None),
             mock.patch.object(logra, "init_device_mesh", lambda *_: mesh),
             mock.patch.object(torch.Tensor, "tolist", lambda t: [1.0] * t.numel()),
@@ -4533,9 +5102,19 @@ def simulate(shape, world_size, T=4096, rank=256):
             tracker.enter("load")
             logra.checkpoint_layers(model)
             logra.shard_model(model, torch.bfloat16, torch.bfloat16)
-            sketches = logra.attach_sketches(model, rank)
-            optimizer = logra.LoGRA(sketches)
-            tracker.rows = sum(sketches.sizes)
+            sketches, layers = None, logra.find_targets(model)
+            if method == "logra":
+                sketches = logra.attach_sketches(model, rank)
+                optimizer = logra.LoGRA(sketches)
+                tracker.rows = sum(sketches.sizes)
+            else:
+                logra.freeze_all_but(model, layers)
+                controls = {"adamw": logra.DenseAdamW, "lora": logra.LoRA}
+                optimizer = controls[method](layers, *[rank] * (method == "lora"))
+                tracker.enter("first")
+                for parameter in optimizer.param_groups[0]["params"]:
+                    parameter.grad = torch.zeros_like(parameter)
+                optimizer.step()  # the moments exist, as from the second update on
             sample = logra.Sample([0], [0] * (T - 1), [0.0] * (T - 1), True, advantage=1.0)
             other = type(sample)(**vars(sample))
             for s in (sample, other):
@@ -4552,6 +5131,7 @@ def simulate(shape, world_size, T=4096, rank=256):
                 logra.realised_kl(model, [sample, other], before)
             del factors
             del tracker.peaks["host"]
+            tracker.peaks.pop("first", None)
             return {phase: peak / 2**30 for phase, peak in tracker.peaks.items()}
     finally:
         dist.destroy_process_group()
@@ -4588,20 +5168,130 @@ def qwen2_shape(*numbers, tied=False, head_dim=None):
 SHAPES = {
     "1.5B": qwen2_shape(1536, 8960, 28, 12, 2, 151936, tied=True),
     "7B": qwen2_shape(3584, 18944, 28, 28, 4, 152064),
+    "short": qwen2_shape(3584, 18944, 6, 28, 4, 152064),  # for the controls, in seconds
     "27B": qwen2_shape(5120, 17408, 64, 80, 8, 248320, head_dim=128),  # minutes: by hand
 }
+
+
+@functools.cache
+def simulated(name, method):
+    """What simulate says of 4 ranks, in a process of its own, once a session."""
+    argv = [sys.executable, __file__, "simulate", name, "4", method]
+    run = subprocess.run(argv, stdout=subprocess.PIPE, text=True, check=True, timeout=300)
+    return json.loads(run.stdout.splitlines()[-1])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name, goal", [("1.5B", 3.6), ("7B", 11.2)])
 def test_simulated_peak_of_a_step(name, goal):
     """GiB per rank on 4 ranks, 4096 tokens, rank 256, the KL probe included."""
-    argv = [sys.executable, __file__, "simulate", name, "4"]
-    run = subprocess.run(argv, stdout=subprocess.PIPE, text=True, check=True, timeout=300)
-    peaks = json.loads(run.stdout.splitlines()[-1])
+    peaks = simulated(name, "logra")
     print(f"\n{name}: " + ", ".join(f"{phase} {gib:.2f}" for phase, gib in peaks.items()))
     assert peaks["load"] > 1  # the shards themselves
     assert max(peaks.values()) <= goal
+
+
+# ------------------------------------------------------------------------------------------------
+# The estimate of --estimate-memory
+# ------------------------------------------------------------------------------------------------
+
+
+def estimated(shape, tmp_path, capsys, flags):
+    """The JSON that --estimate-memory prints of a Qwen2 shape."""
+    transformers.Qwen2Config(**shape).to_json_file(tmp_path / "shape.json")
+    argv = ["--estimate-memory", "--model", str(tmp_path / "shape.json"), "--micro-batch", "1"]
+    assert train.main([*argv, *flags.split()]) == 0
+    return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+@pytest.mark.parametrize("ranks, goal", [(4, 34), (8, 21.5)])
+def test_estimate_needs_a_config_alone_and_a_second(tmp_path, capsys, monkeypatch, ranks, goal):
+    """At 27B shape, where what stays between updates and what is sent follow from the shapes."""
+    monkeypatch.chdir(tmp_path)  # where runs/ would be
+    start = time.process_time()
+    flags = f"--world-size {ranks} --max-length 4096"
+    result = estimated(SHAPES["27B"], tmp_path, capsys, flags)
+    assert time.process_time() - start < 1
+    assert [p.name for p in tmp_path.iterdir()] == ["shape.json"]
+    q, kv, hidden, inner = 80 * 128, 8 * 128, 5120, 17408
+    d_outs = [q, kv, kv, hidden, inner, inner, hidden]  # q k v o gate up down
+    d_ins = [hidden, hidden, hidden, q, hidden, hidden, inner]
+    weights = 64 * sum(o * i for o, i in zip(d_outs, d_ins, strict=True))
+    frozen = 2 * 2 * 248320 * hidden + 4 * (64 * (2 * hidden + q + 2 * kv) + hidden)  # biases too
+    more = {
+        "adamw": 8 * weights / ranks,
+        "lora": 3 * 4 * 64 * 256 * (sum(d_outs) + sum(d_ins)),
+        "logra": 64 * sum(d_outs) * 257 * 4 / ranks + 256 * (hidden + q + inner) * 4,
+    }
+    for method, figures in result.pop("methods").items():
+        resident = ((4 * weights + frozen) / ranks + more[method]) / 2**30
+        assert figures["resident_gib"] == pytest.approx(resident, rel=1e-6)
+        assert resident < figures["peak_gib"] <= (goal if method == "logra" else 120)
+    sent = {"factors": 64 * sum(d_outs) * 256 * 2, "full": weights * 4}
+    settings = {"world_size": ranks, "max_length": 4096, "rank": 256}
+    assert result == {**settings, "sync_bytes": sent}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name, method",
+    [("1.5B", "logra"), ("7B", "logra"), ("short", "adamw"), ("short", "lora")],
+)
+def test_estimate_is_the_simulated_peak(tmp_path, capsys, name, method):
+    """Within 3% on 4 ranks, and the phase that binds is one that the simulation has at its peak."""
+    peaks = simulated(name, method)
+    flags = "--world-size 4 --max-length 4096 --rank 256"
+    figures = estimated(SHAPES[name], tmp_path, capsys, flags)["methods"][method]
+    print(f"\n{name} {method}: {figures}, simulated {max(peaks.values()):.3f}")
+    assert figures["peak_gib"] == pytest.approx(max(peaks.values()), rel=0.03)
+    assert peaks[figures["binds"].split()[0]] >= 0.98 * max(peaks.values())
+
+
+def memory_of_an_update():
+    """GiB of resident memory at the peak of an update of a 370 M model, float32, one rank, above
+    what the interpreter has after an update of a tiny one; runs in its own process."""
+
+    def update(model):
+        logra.checkpoint_layers(model)
+        sketches = logra.attach_sketches(model, 256)
+        optimizer = logra.LoGRA(sketches)
+        sample = logra.Sample([0], [0] * 127, [0.0] * 127, True, advantage=1.0)
+        logra.backward(model, [sample], settings(micro_batch=1, dtype="float32"), first=True)
+        optimizer.propose(127)
+        _, hidden = logra.predict_kl(model, sketches, [sample])
+        factors = optimizer.step(1e-3)
+        logra.realised_kl(model, [sample], hidden)
+        del factors
+
+    update(tiny_qwen2())  # for what is imported and loaded on the way
+    with open("/proc/self/statm") as statm:
+        before = int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**30
+    with mock.patch.object(transformers.PreTrainedModel, "_init_weights", lambda *_: None):
+        model = qwen2_of_size(24, 1024, 3584, 16, 4, 32_000)
+    for parameter in model.parameters():
+        parameter.data.fill_(0.01)  # memory does not depend on values
+    logra.peak_gib()  # a peak while loading is no part of it
+    update(model)
+    return logra.peak_gib() - before
+
+
+@pytest.mark.slow
+def test_estimate_is_the_measured_peak_of_an_update(tmp_path, capsys):
+    """Within 5%, where the C library gives freed memory back at once."""
+    run = subprocess.run(
+        [sys.executable, "-c", "import test_logra as t; print(t.memory_of_an_update())"],
+        cwd=HERE,
+        env=os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    measured = float(run.stdout.split()[-1])
+    shape = qwen2_shape(1024, 3584, 24, 16, 4, 32_000, tied=True)
+    flags = "--max-length 128 --rank 256 --dtype float32 --probe-responses 1"
+    figures = estimated(shape, tmp_path, capsys, flags)["methods"]["logra"]
+    print(f"\n370 M: {figures}, measured {measured:.3f}")
+    assert figures["peak_gib"] == pytest.approx(measured, rel=0.05)
 
 
 if __name__ == "__main__":  # one of torchrun's ranks
@@ -4610,7 +5300,7 @@ if __name__ == "__main__":  # one of torchrun's ranks
     faulthandler.dump_traceback_later(150, exit=True)  # it never hangs
     mode, out, *argv = sys.argv[1:]
     if mode == "simulate":
-        print(json.dumps(simulate(SHAPES[out], int(argv[0]))))
+        print(json.dumps(simulate(SHAPES[out], int(argv[0]), *argv[1:])))
         sys.exit()
     if mode == "bad":  # rank 0 is late, as it may be on a busy machine
         rank = int(os.environ["RANK"])

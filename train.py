@@ -3,17 +3,19 @@
     python train.py                              a tiny model learns to sort digits, in minutes
     python train.py --model DIR --data train.jsonl --eval-data test.jsonl
     python train.py --resume runs/NAME           go on from the last checkpoint
+    python train.py --resume runs/NAME --eval-only              or --model DIR --eval-data FILE
     torchrun --nproc-per-node N train.py ...     any of these on N ranks, weights sharded
     python train.py --summarize runs/*           tables and curves of finished runs
+    python train.py --estimate-memory --model DIR_OR_CONFIG_JSON --world-size N
     python train.py --help                       every flag, with its default
 
 A row of a JSONL file is {"prompt": ..., "answer": ...} or GSM8K's {"question": ..., "answer":
-"... #### 18"}; a prompt may be a chat, [{"role": ..., "content": ...}].  A run writes runs/NAME:
-config.json, metrics.jsonl (a line an update), samples.jsonl, and a directory step-N for each
-checkpoint, which from_pretrained and vLLM load.
+"... #### 18"}; a prompt may be a chat, [{"role": ..., "content": ...}], and be called "messages".
+A run writes runs/NAME: config.json, metrics.jsonl (a line an update), samples.jsonl, and a
+directory step-N for each checkpoint, which from_pretrained and vLLM load.
 
 In this file, from top to bottom: configuration, built-in task, data and rewards, model,
-checkpoints, evaluation, screen, main.  It holds no mathematics.
+checkpoints, evaluation, screen, memory estimate, main.  It holds no mathematics.
 """
 
 import dataclasses
@@ -83,7 +85,11 @@ class Config:
     eval_data: str | None = flag(None, "JSONL file of held-out rows")
     system: str | None = flag(None, "system turn before every prompt that has none of its own")
     template_kwargs: str = flag("{}", "JSON object of further arguments of the chat template")
-    reward: str = flag("number", "number, exact, or file.py:function(completion, row) -> float")
+    reward: str = flag(
+        "number",
+        "number, exact, or file.py:function(completion, row) -> float, which may have arguments"
+        " token_ids and finish_reason",
+    )
     reward_seconds: float = flag(10.0, "time limit of one call of the reward")
     out: str | None = flag(None, "run directory; new, or this run's, finished (default: in runs/)")
     resume: str | None = flag(None, "run directory to go on with, from its last checkpoint")
@@ -104,7 +110,8 @@ class Config:
     updates_per_batch: int = flag(1, "updates made from one rollout batch")
     micro_batch: int = flag(4, "answers in one forward pass; changes memory and speed, no result")
     advantage: Literal["group", "running_mean"] = flag(
-        "group", "reward - mean of the group, or of the steps before, not divided by a std"
+        "group",
+        "what is taken off a reward: its group's mean, or that of the steps before (no std)",
     )
     divide_by_std: bool = flag(True, "divide advantages by the std of their group")
     denominator: Literal["tokens", "constant"] = flag(
@@ -144,7 +151,11 @@ class Config:
     kl_budget_final: float = flag(2e-5, "and the last of --kl-budget-steps, by a cosine")
     kl_budget_steps: int = flag(300, "updates from the first budget to the final one")
     alpha_max: float = flag(3.0, "upper bound of alpha")
-    verify_step: bool = flag(False, "measure each step's KL and take back what exceeds the budget")
+    verify_step: bool = flag(
+        False,
+        "measure the KL of every step and take back what exceeds the budget (in bfloat16 the KL"
+        " has a floor of 1e-4 or so: mind the final budget)",
+    )
     probe_responses: int = flag(2, "answers on which KL is predicted")
     kl_check_every: int = flag(10, "updates between measurements of the realised KL; 0: none")
 
@@ -159,6 +170,11 @@ class Config:
     summarize: list[str] = dataclasses.field(
         default_factory=list, metadata={"help": "run directories to compare; nothing is trained"}
     )
+
+    # Memory
+    estimate_memory: bool = flag(False, "print what --model, a config.json or its directory, needs")
+    world_size: int = flag(1, "ranks; for the estimate alone, as --max-length is")
+    max_length: int = flag(0, "tokens of prompt and answer; 0: as the two limits say")
 
 
 # A model of 0.1 M weights takes larger steps than one of 7 B; chosen on seeds 0-5.
@@ -190,6 +206,8 @@ AT_LEAST = {  # the smallest value that makes sense
     **dict.fromkeys(("probe_responses", "eval_every", "eval_samples", "save_every"), 1),
     **dict.fromkeys(("refresh", "kl_check_every", "eval_rows", "seed", "eval_temperature"), 0),
     "generation_ranks": 0,
+    "world_size": 1,
+    "max_length": 0,
     "group_size": 1,
 }
 ABOVE_ZERO = ("temperature", "kv_gib", "clip_low", "clip_high", "update_ratio", "lr")
@@ -240,13 +258,16 @@ def parse(argv) -> Config:
         raise UserError("--group-size must be at least 2, not 1, unless --advantage running_mean")
     if config.eval_only and not (config.eval_data if config.model else config.resume):
         raise UserError("--eval-only needs --model and --eval-data FILE.jsonl, or --resume RUN")
-    if config.model and not config.data and not config.eval_only:
+    if config.estimate_memory and not config.model:
+        raise UserError("--estimate-memory needs --model DIR_OR_CONFIG_JSON")
+    if config.model and not (config.data or config.eval_only or config.estimate_memory):
         raise UserError("--model needs --data FILE.jsonl to train on")
     if not config.model and (config.data or config.eval_data):
         raise UserError("--data and --eval-data need --model DIR_OR_NAME")
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    started = int(os.environ.get("WORLD_SIZE", "1"))
+    ranks = config.world_size if config.estimate_memory else started
     if config.generation_ranks >= ranks:
-        here = f"torchrun has started {ranks}" if ranks > 1 else "there is one, without torchrun"
+        here = f"there are {ranks}" if ranks > 1 else "there is one, without torchrun"
         raise UserError(f"--generation-ranks {config.generation_ranks} leaves no rank: {here}")
     if config.prompts_per_step < (trainers := ranks - config.generation_ranks):
         here = f"{trainers} training ranks"
@@ -257,9 +278,7 @@ def parse(argv) -> Config:
     if config.optimizer in WITHOUT_SKETCH:
         config.sync = "full"  # a step of these has no factors
         if config.verify_step:
-            raise UserError(
-                f"--verify-step needs sketches; --optimizer {config.optimizer} has none"
-            )
+            raise UserError(f"--verify-step: --optimizer {config.optimizer} has no sketches")
     return config
 
 
@@ -290,7 +309,7 @@ def load_json(path: Path) -> dict:
     """Raises UserError if it is not there or is not JSON."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} cannot be read: {error}") from None
 
 
@@ -508,7 +527,8 @@ def last_number(text: str):
     - A sign counts if it touches the number (or its currency) and nothing before: 10-5 is 5.
     - Currency, percent (50% is 50), a unit behind, markup and a full stop are not read.  Digits
       behind a letter or a ^ belong to a word or a unit: x2, cm^2.
-    Nothing is evaluated, and the time is linear in the length of the text.
+    Nothing is evaluated, the time is linear, and only the last 10,000 characters of what is left
+    to read count.
     """
     box, marks = text.rfind("\\boxed{"), [*MARKED.finditer(text)]
     if marks and marks[-1].start() > box:
@@ -520,6 +540,7 @@ def last_number(text: str):
             if depth == 0:
                 break
         text = "" if depth else text[start : brace.start()]
+    text = text[-10_000:]
     for pattern, plain in LATEX:
         text = pattern.sub(plain, text)
     found = []
@@ -550,7 +571,8 @@ def wanted_number(row: dict):
 
 def number_reward(completion: str, row: dict) -> float:
     """1 if the completion ends with the number that is the answer, see last_number."""
-    return float(last_number(completion) == wanted_number(row))
+    number = last_number(completion)
+    return float(number is not None and number == wanted_number(row))
 
 
 def exact_reward(completion: str, row: dict) -> float:
@@ -770,36 +792,37 @@ def wilson(share: float, n: int, z=1.96) -> list:
 def evaluate(generator, examples, reward, config, temperature):
     """What --eval-only prints, and the samples of this rank; the same draws every time.
 
-    mean_at_k: mean reward of the k answers to a row.  pass_at_k: share of rows of which an answer
-    has a reward above 0; the unbiased 1 - C(n - c, k) / C(n, k) of n = k answers, c of them right.
+    mean_at_k: mean reward of the k answers to a row; a penalty counts as 0, so that it is the share
+    that is right if rewards are 1 and -0.01.  pass_at_k: share of rows of which an answer has a
+    reward above 0; the unbiased 1 - C(n - c, k) / C(n, k) of n = k answers, c of them right.
     interval: Wilson's of mean_at_k, counting rows, since answers to one row are not independent;
-    None where a reward is not in [0, 1].
+    None where a reward is above 1.
     """
     repeats = config.eval_samples if temperature else 1
     chosen = [(i, k) for i in range(len(examples)) for k in range(repeats)]
     share, failure = chosen[logra.my_rank() :: logra.world()], None
     seeds = [logra.stable_seed("eval", config.seed, i, k) for i, k in share]
     prompts = [examples[i].ids for i, _ in share]
-    table = torch.zeros(len(examples), 4, dtype=torch.float64)
+    table = torch.zeros(len(examples), 4, dtype=torch.float64)  # sum, right, above 1, answers
     try:
         options = (config.max_new_tokens, temperature)
         samples = generator.generate(prompts, seeds, *options)
         for (i, _), sample in zip(share, samples, strict=True):
             sample.row, sample.index = examples[i], i
             sample.reward = r = reward(sample)
-            table[i] += torch.tensor([r, r > 0, not 0 <= r <= 1, 1], dtype=table.dtype)
+            table[i] += torch.tensor([max(r, 0), r > 0, r > 1, 1], dtype=table.dtype)
     except UserError as error:
         failure = error
     logra.raise_together(failure)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    total, right, outside, answers = logra.rank_sum(table.to(device)).cpu().unbind(1)
+    total, right, above, answers = logra.rank_sum(table.to(device)).cpu().unbind(1)
     rows, mean = int((answers == repeats).sum()), (total.sum() / answers.sum()).item()
     return {
         "rows": rows,
         "samples_per_row": repeats,
         "mean_at_k": mean,
         "pass_at_k": (right > 0).sum().item() / rows,
-        "interval": None if outside.any() else wilson(mean, rows),
+        "interval": None if above.any() else wilson(mean, rows),
     }, samples
 
 
@@ -961,6 +984,143 @@ def keep(line: str, first_step: int) -> bool:
         return json.loads(line)["step"] <= first_step
     except ValueError:
         return False
+
+
+# ------------------------------------------------------------------------------------------------
+# Memory estimate: where the bytes of one training rank go
+# ------------------------------------------------------------------------------------------------
+
+# Each term is a tensor of logra.py or of the Llama-like model that it runs; the tests hold their
+# sums against a simulation of that code and against a real update.
+
+
+def memory_terms(model, config: Config, method: str, stored: int):
+    """{term: bytes} that stay from step to step, and {phase: {term: bytes}} that come on top.
+
+    method: "adamw", "lora" or "logra".  stored: bytes of a number in the model's files.
+    An update has several micro-batches: gradients of the first lie there while the last runs.
+    """
+    layers, every = (logra.find_targets(model, names).values() for names in (config.targets, ()))
+    blocks, shape = logra.decoder_layers(model), model.config.get_text_config()
+    r, ours, ranks = config.rank, method == "logra", config.world_size - config.generation_ranks
+    # Numbers: of the trained weights, the widest of them, a whole layer, and what is frozen
+    weights, widest = (f(m.weight.numel() for m in layers) for f in (sum, max))
+    layer = max(sum(p.numel() for p in block.parameters()) for block in blocks)
+    head = model.get_output_embeddings().weight
+    frozen = head.numel() * (1 if head is model.get_input_embeddings().weight else 2)
+    others = model.num_parameters() - weights - frozen
+    d_out, widths = sum(m.out_features for m in layers), sum({m.in_features for m in layers})
+    # Bytes of a number: a in compute; in embedding and head; in the hidden states between layers
+    a = 2 if config.dtype == "bfloat16" else 4
+    stored, between = (stored, a) if ranks > 1 else (4, 4)
+    # Bytes of an activation of all tokens of a pass: hidden states, those in float32, the MLP's
+    tokens, heads = config.micro_batch * config.max_length, shape.num_attention_heads
+    hidden, norm = (tokens * shape.hidden_size * size for size in (between, 4))
+    inner = tokens * max(m.in_features for m in every) * a
+    head_dim = getattr(shape, "head_dim", None) or shape.hidden_size // heads
+    kv_heads = getattr(shape, "num_key_value_heads", None) or heads
+    q, kv = (tokens * n * head_dim * a for n in (heads, kv_heads))
+    logits = 4 * min(tokens, max(1, 2**24 // len(head))) * len(head)  # of a chunk, in float32
+    # A layer keeps for backward: gate, up, act(gate) and, for a dense gradient, their product; two
+    # norms; q, k, v, attention; and the inputs X, in whose place LoGRA has the four X A^T
+    kept = (3 if ours else 4) * inner + 2 * norm + 2 * q + 2 * kv
+    kept += 4 * tokens * r * a if ours else 2 * hidden
+    moving = (3 if ours else 2) * inner + 3 * hidden  # gradients between its operations
+    activations = {"inputs of all layers": len(blocks) * hidden}
+    working = {"one layer's activations": kept + moving}
+    if not config.checkpointing:
+        activations = {"activations of all layers": len(blocks) * kept}
+        working = {"one layer's gradients of them": moving}
+    # FSDP gathers a layer while another runs, and the head is made whole.  On one rank autocast
+    # casts: the backward of SketchLinear one weight at a time, autograd's all of a layer.
+    cast = (widest if ours else layer) * a * (a < 4)
+    gathered = {"gathered or cast layers": 2 * layer * a if ranks > 1 else cast}
+    whole_head = {"gathered head": head.numel() * stored * (ranks > 1)}
+    passes = -(-config.probe_responses // config.micro_batch)
+
+    stay = {
+        "trained weights, float32": weights * 4 // ranks,
+        "embedding and head": frozen * stored // ranks,
+        "norms, biases, what is not trained": others * 4 // ranks,
+    }
+    if ours:
+        stay |= {"S, then U; v": 4 * (r + 1) * d_out // ranks, "projections A": 4 * r * widths}
+        gradients, step = {}, {"factors F": 2 * r * d_out}
+    else:
+        adapters = r * sum(m.in_features + m.out_features for m in layers)  # whole on every rank
+        size = 4 * (adapters if method == "lora" else weights // ranks)
+        stay |= {"adapters": size * (method == "lora"), "Adam's two moments": 2 * size}
+        gradients = {"gradients": size}
+        step = gradients | {"root of the second moment": size}
+    phases = {"backward": gradients | activations | gathered | working, "step": step}
+    if method == "adamw":  # one as it is made, and those of a layer in float32 to be summed
+        dense = widest * a + 4 * (layer if ranks > 1 else widest)
+        phases["backward"]["gradients of a layer"] = dense
+    phases["head"] = gradients | activations | whole_head
+    phases["head"] |= {"cast head": head.numel() * 2 * (a < stored)}
+    phases["head"] |= {"final hidden states": norm + 2 * hidden, "logits of a chunk": 4 * logits}
+    # Hidden states before and after; logits, over T, log-softmax, ratio, phi's series and powers
+    final = {"final hidden states": 2 * passes * hidden, "logits of a chunk": 9 * logits}
+    phases["realised KL"] = whole_head | final | (step if ours else {})
+    if ours:
+        # The predicted KL.  MLP: the tangents of gate and up, up with its own before U, silu and
+        # its derivative, both parts of the product's tangent, X A^T U^T.  Attention: value and
+        # tangent of q, k, v, its output, and of a block of scores, a sum, a product, a cast each.
+        scores = heads * tokens * min(128, config.max_length)
+        pair = 7 * hidden + max(9 * inner, 8 * q + scores * (9 * a + 3 * 4))
+        mask = config.micro_batch * config.max_length**2 * a
+        final = {"final hidden states": 2 * (passes - 1) * hidden, "attention mask": mask}
+        phases["probe"] = gathered | final | {"one layer's values and tangents": pair}
+    return stay, phases
+
+
+def estimate_memory(config: Config) -> None:
+    """Print what a rank will need, from the config.json alone; the last line is JSON."""
+    config.dtype = "bfloat16" if config.dtype == "auto" else config.dtype  # as on a GPU
+    config.max_length = config.max_length or config.max_prompt_tokens + config.max_new_tokens
+    path, names = Path(config.model), ("adamw", "lora", "logra")
+    path = path / "config.json" if path.is_dir() else path
+    load_json(path)
+    try:
+        settings = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
+        with torch.device("meta"):  # shapes without memory
+            model = transformers.AutoModelForCausalLM.from_config(settings)
+        layers = logra.find_targets(model, config.targets).values()
+        stored = settings.get_text_config().dtype or torch.bfloat16
+        parts = [memory_terms(model, config, name, stored.itemsize) for name in names]
+    except Exception as error:  # transformers has a kind for everything that may be wrong
+        reason = (str(error).strip() or repr(error)).splitlines()[0]
+        targets = f" with --targets {' '.join(config.targets)}" if config.targets else ""
+        raise UserError(f"--model {path}{targets} cannot be estimated: {reason}") from error
+    methods, tables = {}, {"resident": [], "peak": []}
+    for name, (stay, phases) in zip(names, parts, strict=True):
+        binds = max(phases, key=lambda phase: sum(phases[phase].values()))
+        rest, top = (sum(terms.values()) / 2**30 for terms in (stay, phases[binds]))
+        methods[name] = {"resident_gib": rest, "peak_gib": rest + top, "binds": binds}
+        tables["resident"].append(stay)
+        tables["peak"].append(phases[binds])
+    total, trained = model.num_parameters(), sum(m.weight.numel() for m in layers)
+    sync = {"factors": 2 * config.rank * sum(m.out_features for m in layers), "full": 4 * trained}
+    small = config.dtype == "bfloat16"
+    engine, master = (n / 2**30 for n in (total * (4 - 2 * small), small * 4 * trained))
+    print(f"{total:,} weights stored in {stored}, {trained:,} of them trained")
+    counts = f"{config.world_size - config.generation_ranks} training ranks, {config.max_length}"
+    print(f"{counts} tokens, micro-batch {config.micro_batch}, rank {config.rank}", end="")
+    print(f", compute in {config.dtype}, checkpointing {config.checkpointing}\n")
+    print(f"{'GiB of a training rank':38}" + "".join(f"{name:>12}" for name in names))
+    for name, columns in tables.items():
+        for term in dict.fromkeys(term for terms in columns for term in terms):
+            cells = [f"{b / 2**30:.2f}" if (b := terms.get(term)) else "" for terms in columns]
+            print(f"{term:38}" + "".join(f"{cell:>12}" for cell in cells))
+        print(f"= {name:36}" + "".join(f"{m[name + '_gib']:12.2f}" for m in methods.values()))
+    print(f"{'in the phase':38}" + "".join(f"{m['binds']:>12}" for m in methods.values()))
+    print("add 1-2 GiB for CUDA and NCCL")
+    where = "a generation rank" if config.generation_ranks else "the same rank, asleep meanwhile"
+    print(f"engine of {where}: weights {engine:.2f} GiB, KV cache {config.kv_gib:.2f} GiB")
+    print(f"its float32 master in the host's memory: {master:.2f} GiB")
+    print(f"bytes of a synchronisation: factors {sync['factors']:,}, full {sync['full']:,}")
+    result = {name: getattr(config, name) for name in ("world_size", "max_length", "rank")}
+    print(json.dumps(result | {"methods": methods, "sync_bytes": sync}))
 
 
 # ------------------------------------------------------------------------------------------------
@@ -1293,6 +1453,9 @@ def main(argv=None) -> int:
     config, rank, wait = None, int(os.environ.get("RANK", "0")), False
     try:
         config = parse(sys.argv[1:] if argv is None else argv)
+        if config.estimate_memory:
+            estimate_memory(config)
+            return 0
         if config.summarize:
             summarize(config.summarize)
             return 0
