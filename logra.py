@@ -71,34 +71,33 @@ def stable_seed(*parts) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
+def logical_shift(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """words >> bits, with zeros from the left."""
+    return (words >> bits) & (2 ** (64 - bits) - 1)
+
+
 def random_words(seed: int, n: int, device="cpu") -> torch.Tensor:
     """n random 64-bit words [n], word i = splitmix64(seed, i) (Steele et al., OOPSLA 2014).
 
-    Integer arithmetic wraps alike everywhere: the bits depend on no device and no version of torch.
+    Integer arithmetic wraps alike everywhere: the bits depend on no device and no version of torch,
+    whose words are signed, so that 2^64 is taken off the published constants.
     """
-
-    def signed(constant):  # torch has no unsigned 64-bit product; two's complement is the same
-        return constant - (1 << 64) if constant >> 63 else constant
-
-    def shift(x, bits):  # a logical shift right
-        return (x >> bits) & ((1 << (64 - bits)) - 1)
-
-    x = torch.arange(1, n + 1, device=device) * signed(0x9E3779B97F4A7C15) + seed
-    x = (x ^ shift(x, 30)) * signed(0xBF58476D1CE4E5B9)
-    x = (x ^ shift(x, 27)) * signed(0x94D049BB133111EB)
-    return x ^ shift(x, 31)
+    x = torch.arange(1, n + 1, device=device) * (0x9E3779B97F4A7C15 - 2**64) + seed
+    x = (x ^ logical_shift(x, 30)) * (0xBF58476D1CE4E5B9 - 2**64)
+    x = (x ^ logical_shift(x, 27)) * (0x94D049BB133111EB - 2**64)
+    return x ^ logical_shift(x, 31)
 
 
 def random_uniform(seed: int, n: int) -> torch.Tensor:
     """n numbers in (0, 1), float64 [n]: the top 52 bits of each word, never 0 and never 1."""
-    return (((random_words(seed, n) >> 12) & ((1 << 52) - 1)).double() + 0.5) * 2.0**-52
+    return (logical_shift(random_words(seed, n), 12).double() + 0.5) * 2.0**-52
 
 
 def make_projection(rank, d_in, seed, kind="rademacher", device="cpu", dtype=torch.float32):
     """A [rank, d_in] with E[A^T A] = I: signs +-1/sqrt(rank), or N(0, 1/rank).
 
-    Signs cost one bit each: 64 of them are drawn as one word.  "identity" makes S the dense
-    gradient, if rank >= d_in: the control for what sketching costs.  Raises ValueError on another.
+    64 signs are drawn as one word.  "identity" makes S the dense gradient, if rank >= d_in: the
+    control for what sketching costs.  Raises ValueError on another kind.
     """
     n = rank * d_in
     if kind == "identity":
@@ -232,7 +231,8 @@ def check_same(matrices, what: str) -> None:
     digest = hashlib.blake2b(digest_size=8)
     for matrix in matrices:
         digest.update(matrix.cpu().contiguous().view(torch.uint8).numpy().tobytes())
-    if len({*(digests := from_all_ranks(digest.hexdigest()))}) > 1:
+    digests = from_all_ranks(digest.hexdigest())
+    if len({*digests}) > 1:
         raise StopRun(f"{what} differ between ranks: {digests}")
 
 
@@ -590,8 +590,7 @@ def newton_schulz(S, sizes, scales, steps=5, batch=32):
 def sketch_adam(S, m, v, beta1=0.9, beta2=0.95):
     """Adam on the entries of S, in a basis that is kept; S becomes D, m and v [as S] are updated.
 
-    D = m / sqrt(v).  Adam's bias corrections are one factor for all entries; the global size, in
-    which they would cancel, is the caller's.
+    D = m / sqrt(v): Adam's bias corrections cancel in the global size, which the caller sets.
     """
     m.lerp_(S, 1 - beta1)
     v.mul_(beta2).addcmul_(S, S, value=1 - beta2)
@@ -987,6 +986,7 @@ def predict_kl(model, sketches, probe, temperature=1.0, steps=None, micro_batch=
     Memory: `micro_batch` answers in the model, `chunk` positions in the head.
     """
     total = 0.0
+    predictor = functools.partial(linearised_kl, steps=steps) if steps else quadratic_kl
     with forward_ad.dual_level():
         hidden = probe_states(model, probe, micro_batch, sketches)
         hidden_before = [forward_ad.unpack_dual(h).primal for h in hidden]
@@ -997,12 +997,9 @@ def predict_kl(model, sketches, probe, temperature=1.0, steps=None, micro_batch=
             # A logit of 8 moves by less than bfloat16 can tell
             with compute_dtype(model.device, "float32"):
                 pair = forward_ad.unpack_dual(head(h.float()).float())  # z, z' [chunk, V]
-            if steps is None:
-                total = total + quadratic_kl(*pair, temperature)[None]
-            else:
-                total = total + linearised_kl(*pair, temperature, steps)
+            total = total + predictor(*pair, temperature)
             del pair
-    kls = rank_mean(total, sum(map(len, hidden)))
+    kls = rank_mean(total.view(-1), sum(map(len, hidden)))
     return (list(steps or [1.0]), kls), hidden_before
 
 
@@ -1046,12 +1043,12 @@ class KLControl:
     enabled=False always takes a step of 1.
     mismatch: how much trainer and engine differ before any step, an average of what observe() is
     told; it is taken off the budget, down to one half.
+    baseline: of running_mean_advantages, kept here to be saved with the mismatch.
     """
 
     def __init__(self, budget=2e-4, final_budget=2e-5, updates=300, alpha_max=3.0, enabled=True):
         self.ends, self.updates, self.alpha_max = (budget, final_budget), updates, alpha_max
-        self.enabled, self.mismatch = enabled, 0.0
-        self.baseline = None  # of running_mean_advantages; it is saved with the mismatch
+        self.enabled, self.mismatch, self.baseline = enabled, 0.0, None
 
     def budget(self, update: int) -> float:
         """The KL per token that update number `update` (from 0) may spend."""
@@ -1382,22 +1379,18 @@ class RemoteGenerator:
         answers = answers[start : start + len(prompts)]
         return [Sample(ids, *answer) for ids, answer in zip(prompts, answers, strict=True)]
 
+    def send(self, verb: str, tensors: dict, *numbers) -> None:
+        """Ask, and broadcast the tensors from rank 0, one gathered at a time."""
+        self.ask(verb, {path: (tuple(x.shape), x.dtype) for path, x in tensors.items()}, *numbers)
+        for x in tensors.values():
+            self.wire.broadcast(x := whole(x).cpu().contiguous(), 0).wait()
+            self.crossed += x.numel() * x.element_size()
+
     def update(self, factors: dict, update: int, back: float = 0.0) -> None:
-        """Send the factors, the number of the update and the share that is taken back."""
-        self.ask("update", {path: tuple(f.shape) for path, f in factors.items()}, update, back)
-        self.send(factors.items())
+        self.send("update", factors, update, back)
 
     def load(self, weights) -> None:
-        """Send the weights whole, one gathered at a time."""
-        weights = list(weights)
-        self.ask("load", {path: tuple(W.shape) for path, W in weights}, world())
-        self.send((path, whole(W)) for path, W in weights)
-
-    def send(self, tensors) -> None:
-        """Broadcast the tensors of pairs (path, tensor) from rank 0."""
-        for _, tensor in tensors:
-            self.wire.broadcast(tensor := tensor.cpu().contiguous(), 0).wait()
-            self.crossed += tensor.numel() * tensor.element_size()
+        self.send("load", dict(weights), world())
 
     def stop(self) -> None:
         self.ask("stop")
@@ -1406,8 +1399,8 @@ class RemoteGenerator:
 def serve(wire, start) -> None:
     """What a generation rank does: start an engine by start(...), generate, update, until "stop"."""
 
-    def receive(shapes, dtype):
-        for path, shape in shapes.items():
+    def receive(announced):
+        for path, (shape, dtype) in announced.items():
             wire.broadcast(tensor := torch.empty(shape, dtype=dtype), 0).wait()
             yield path, tensor.to(device)
 
@@ -1424,11 +1417,9 @@ def serve(wire, start) -> None:
             samples = generator.generate(prompts[share], seeds[share], *args[:2])
             exchange(wire, [(s.completion, s.logprobs, s.finished) for s in samples])
         elif verb == "update":
-            shapes, *numbers = args
-            generator.update(dict(receive(shapes, torch.bfloat16)), *numbers)
+            generator.update(dict(receive(args[0])), *args[1:])
         elif verb == "load":
-            shapes, ranks = args
-            generator.load(receive(shapes, torch.float32), ranks)
+            generator.load(receive(args[0]), *args[1:])
         else:
             return
 
