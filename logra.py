@@ -33,7 +33,6 @@ only the probe of 5 touches transformers.
 """
 
 import contextlib
-import dataclasses
 import functools
 import hashlib
 import importlib
@@ -45,7 +44,7 @@ import sys
 import time
 import weakref
 from bisect import bisect_left
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
 import torch
@@ -124,19 +123,16 @@ def draw_projections(widths, update, like, rank, seed, kind, refresh) -> dict:
     return {d_in: make_projection(rank, d_in, seed, *where) for d_in, seed in seeds.items()}
 
 
-def subtract_factor(W: torch.Tensor, factor: torch.Tensor, A: torch.Tensor, ranks=1) -> None:
-    """W <- W - F A in place: the one line that trainer and generator must run alike, to the bit.
+def subtract_factor(W: torch.Tensor, factor: torch.Tensor, A: torch.Tensor, share=1.0, ranks=1):
+    """W <- W - bfloat16(share F) A in place: what trainer and generator must do alike, to the bit.
 
-    W [d_out, d_in] float32, F [d_out, r] bfloat16, A [r, d_in].  ranks: in the blocks of rows that
-    so many trainer ranks hold, for a product of another shape may round otherwise.
+    W [d_out, d_in] float32, F [d_out, r] bfloat16, A [r, d_in].  share: below 0 it takes so much of
+    a step back.  ranks: in the blocks of rows that so many trainer ranks hold, for a product of
+    another shape may round otherwise.
     """
+    factor = (factor.float() * share).to(torch.bfloat16)
     for rows, part in zip(W.chunk(ranks), factor.chunk(ranks), strict=True):
         rows.addmm_(part.to(W.dtype), A.to(W.dtype), alpha=-1)
-
-
-def taken_back(factor: torch.Tensor, back: float) -> torch.Tensor:
-    """bfloat16(-back F): subtracted after F, it takes the share `back` of the step back."""
-    return (factor.float() * -back).to(torch.bfloat16)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -452,7 +448,6 @@ class Sketches:
         self.buffer = weights[0].new_zeros(sum(self.sizes), rank)
         self.rows = dict(zip(self.layers, self.buffer.split(self.sizes), strict=True))
         self.probing = self.proposed = False
-        self.last_X, self.last_version, self.last_P = lambda: None, 0, None
         self.redraw(0)
         for path, module in self.layers.items():
             module.forward = functools.partial(self.forward, path, module)
@@ -468,16 +463,17 @@ class Sketches:
             raise RuntimeError("backward between propose() and step() would add S to U")
         # q, k, v have one input, and so do gate and up: X A^T is made once for them.  A weak
         # reference lets X go when the model is done with it.
-        if self.last_X() is not X or self.last_version != X._version:
-            self.last_X, self.last_version = weakref.ref(X), X._version
-            self.last_P = X.detach() @ A.T.to(X.dtype)  # [..., r]
-        return SketchLinear.apply(X, W, bias, self.last_P, rows)
+        last_X, version, P = self.last
+        if last_X() is not X or version != X._version:
+            P = X.detach() @ A.T.to(X.dtype)  # [..., r]
+            self.last = (weakref.ref(X), X._version, P)
+        return SketchLinear.apply(X, W, bias, P, rows)
 
     def redraw(self, update: int) -> None:
         """The projections of one update, from its number alone."""
         widths = (module.in_features for module in self.layers.values())
         self.A = draw_projections(widths, update, self.buffer, **self.settings)
-        self.last_X = lambda: None  # its product was with the A that is gone
+        self.last = (lambda: None, 0, None)  # no X A^T of an A that is gone
 
     def widths(self, flat):
         """Pairs of d_in and the rows of `flat`, which is like the buffer, that go with its A."""
@@ -510,7 +506,7 @@ def attach_sketches(model, rank, targets=(), seed=0, kind="rademacher", refresh=
 
 
 def checkpoint_layers(model) -> None:
-    """Activation checkpointing of every decoder layer, where gradients are recorded."""
+    """Recompute the activations of every decoder layer in backward."""
 
     def run(forward, *args, **kwargs):
         if not torch.is_grad_enabled():
@@ -693,8 +689,8 @@ class LoGRA(torch.optim.Optimizer):
         draw = (self.sketches.A, self.update - 1, self.sketches.buffer)  # step() has drawn the next
         A = draw_projections(*draw, **self.sketches.settings)
         for path, module in self.sketches.layers.items():
-            part = taken_back(factors[path], back)[owned(module.out_features)]
-            subtract_factor(local(module.weight), part, A[module.in_features])
+            part = factors[path][owned(module.out_features)]
+            subtract_factor(local(module.weight), part, A[module.in_features], -back)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget what backward has added since the last step."""
@@ -714,7 +710,7 @@ class LoGRA(torch.optim.Optimizer):
         return {"update": self.update, **moments, "settings": settings}
 
     def load_state_dict(self, state: dict) -> None:
-        """Raises ValueError if the state is of another rule, rank, seed, kind or set of layers."""
+        """Raises ValueError if the state is of another rule, sketch (settings) or set of layers."""
         for key, value in self.state_dict()["settings"].items():
             if (was := state["settings"].get(key)) != value:
                 was, value = str(was)[:60], str(value)[:60]  # the layers are many
@@ -980,7 +976,7 @@ def predict_kl(model, sketches, probe, temperature=1.0, steps=None, micro_batch=
     """The KL that W - a U A would cause, from one forward-mode pass over all layers at once.
 
     probe: Samples.  steps: None for the quadratic predictor, or the grid of a at which the KL of
-    the linearised policy is taken.  sketches: None (a dense control) predicts nothing.
+    the linearised policy is taken.  sketches: None (a control) predicts nothing.
     Returns the curve (list of a, list of mean KL per generated token) and the probe's final hidden
     states, from which realised_kl tells later what came of it.
     Memory: `micro_batch` answers in the model, `chunk` positions in the head.
@@ -1137,7 +1133,7 @@ def token_logprobs(hidden, head, ids, temperature, chunk=512):
     return torch.cat([again(h, i) for h, i in pieces])
 
 
-def policy_loss(logp, old_logp, engine_logp, advantages, clip_low, clip_high, max_weight=2.0):
+def policy_loss(logp, old_logp, engine_logp, advantages, clip_low, clip_high):
     """The loss SUMMED over tokens; all arguments [n], one entry a generated token.
 
         ratio = exp(logp - old_logp)                       1 at the first update of a batch
@@ -1148,7 +1144,7 @@ def policy_loss(logp, old_logp, engine_logp, advantages, clip_low, clip_high, ma
     be divided once by their number, its token-level loss (3.3).
     """
     ratio = (logp - old_logp).exp()
-    weight = (old_logp - engine_logp).exp().clamp(max=max_weight)
+    weight = (old_logp - engine_logp).exp().clamp(max=2)
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
     return -(weight * torch.minimum(ratio * advantages, clipped * advantages)).sum()
 
@@ -1213,8 +1209,8 @@ class SketchSync:
         for path, factor in factors.items():
             rows, master = layers[path]
             W = master.to(like.device)
-            for part in (factor, taken_back(factor, back)) if back else (factor,):
-                subtract_factor(W, part, A[W.shape[1]], self.logra_ranks)
+            for share in (1, -back) if back else (1,):
+                subtract_factor(W, factor, A[W.shape[1]], share, self.logra_ranks)
             for copy in (master, rows):  # either may be W itself
                 copy.copy_(W)
 
@@ -1244,9 +1240,7 @@ class VLLMGenerator:
 
     generate(prompts, seeds, ...) -> Samples, one for each prompt and seed
     update(factors, update, back)    W -= F A in the engine, but for a share that is taken back
-    load(weights)                    the weights whole, pairs (path, W)
-
-    alone: no trainer shares its GPU.
+    load(weights)                    the target weights whole, pairs (path, W)
     """
 
     def __init__(self, path, eos_ids, max_length, settings, dtype="float32", kv_gib=1, alone=False):
@@ -1266,6 +1260,7 @@ class VLLMGenerator:
         if on_cpu:  # or vLLM packs the weights away, and writing to them changes nothing
             layer_utils.dispatch_cpu_unquantized_gemm = plain_cpu_linear
         self.vllm, self.eos_ids, self.settings = vllm, list(eos_ids), settings
+        # Alone no trainer needs the GPU meanwhile
         self.can_sleep, self.asleep = not (on_cpu or alone), False
         self.llm = vllm.LLM(
             str(path),
@@ -1278,7 +1273,7 @@ class VLLMGenerator:
             enforce_eager=on_cpu,
             kv_cache_memory_bytes=int(kv_gib * 2**30),
             gpu_memory_utilization=0.01,  # no share of the GPU is claimed beyond what is used
-            enable_sleep_mode=self.can_sleep,  # it makes room on the GPU while the trainer works
+            enable_sleep_mode=self.can_sleep,
             logprobs_mode="processed_logprobs",  # after the temperature: what was sampled from
             generation_config="vllm",  # not the model's: every sampling field is set below
             skip_tokenizer_init=True,
@@ -1292,7 +1287,6 @@ class VLLMGenerator:
         if not prompts:
             return []
         self.wake()
-        self.llm.reset_prefix_cache()  # so that what came before cannot matter, not even by a bit
         fixed = dict.fromkeys(("min_p", "presence_penalty", "frequency_penalty"), 0.0)
         fixed |= {"top_p": 1.0, "top_k": 0, "repetition_penalty": 1.0, "temperature": temperature}
         fixed |= {"logprobs": 0, "flat_logprobs": True, "detokenize": False}
@@ -1309,24 +1303,23 @@ class VLLMGenerator:
         ]
 
     def wake(self) -> None:
-        """The weights must be on the GPU before they are read or written."""
+        """With its weights on the GPU, and no keys and values: the weights may be others, and what
+        came before must not matter, not even by a bit."""
         if self.asleep:
             self.llm.wake_up()
         self.asleep = False
+        self.llm.reset_prefix_cache()
 
     def call(self, method: str, *args):
         """A method of SketchSync."""
         self.wake()
-        result = self.llm.collective_rpc(method, args=args)[0]
-        self.llm.reset_prefix_cache()  # keys and values of the old weights
-        return result
+        return self.llm.collective_rpc(method, args=args)[0]
 
     def update(self, factors: dict, update: int, back: float = 0.0) -> None:
-        """Apply one update by its factors."""
         self.call("sync_factors", factors, update, back)
 
     def load(self, weights, ranks=None) -> None:
-        """Replace the target weights, gathered one at a time; ranks hold them (default: all)."""
+        """Weights are gathered one at a time.  ranks: how many hold them (default: all)."""
         pairs = ((path, whole(W)) for path, W in weights)
         self.call("sync_weights", pairs, self.settings, ranks or world())
 
@@ -1363,18 +1356,16 @@ class RemoteGenerator:
         self.ask("start", *engine)
 
     def ask(self, *request) -> list:
-        """The requests of all training ranks, which the generation ranks have heard."""
-        requests, size = exchange(self.wire, request)
+        """What all ranks say while this one makes its request."""
+        said, size = exchange(self.wire, request)
         self.crossed += size
-        return requests[: world()]
+        return said
 
     def generate(self, prompts, seeds, max_new_tokens, temperature=1.0) -> list:
         """As VLLMGenerator.generate: the prompts of all training ranks, split among engines."""
         self.crossed = 0
         asked = self.ask("generate", max_new_tokens, temperature, prompts, seeds)
-        answers, size = exchange(self.wire, None)
-        self.crossed += size
-        answers = [answer for part in answers[world() :] for answer in part]
+        answers = [answer for part in self.ask()[world() :] for answer in part]
         start = sum(len(request[-1]) for request in asked[: my_rank()])
         answers = answers[start : start + len(prompts)]
         return [Sample(ids, *answer) for ids, answer in zip(prompts, answers, strict=True)]
@@ -1541,7 +1532,7 @@ def backward(model, samples, config, first: bool):
         hidden.backward(leaf.grad)
     found = torch.cat(differences)
     mean = rank_mean(found.sum()[None], len(found))
-    return mean and mean[0]
+    return mean[0] if mean else None
 
 
 def grpo(model, generator, optimizer, control, draw, reward, config, first_step=0):
@@ -1607,7 +1598,7 @@ def grpo(model, generator, optimizer, control, draw, reward, config, first_step=
         if config.denominator == "constant":  # Dr. GRPO (2503.20783)
             denominator = answers * config.max_new_tokens
         probe = [
-            dataclasses.replace(s, completion=s.completion[:4096])  # the paper's bound
+            replace(s, completion=s.completion[:4096])  # the paper's bound
             for s in samples[:: config.group_size][: config.probe_responses]
         ]
         repeats = config.updates_per_batch if signals else 1
