@@ -114,9 +114,7 @@ def make_projection(rank, d_in, seed, kind="rademacher", device="cpu", dtype=tor
 
 def draw_projections(widths, update, like, rank, seed, kind, refresh) -> dict:
     """{d_in: A [rank, d_in]} of one update, on the device and in the dtype of the tensor `like`.
-
-    refresh: updates that share an A; 0: it is never redrawn.
-    """
+    refresh: updates that share an A; 0: it is never redrawn."""
     key = ("projection", seed, update // refresh if refresh else 0)
     seeds = {d_in: stable_seed(*key, f"in_features={d_in}") for d_in in sorted({*widths})}
     where = (kind, like.device, like.dtype)
@@ -233,10 +231,8 @@ def check_same(matrices, what: str) -> None:
 
 
 def owned(d_out: int) -> slice:
-    """The rows of a [d_out, ...] matrix that this rank holds, by FSDP2's split.
-
-    All slices are equally long, those of the last ranks beyond the end of the matrix.
-    """
+    """The rows of a [d_out, ...] matrix that this rank holds, by FSDP2's split.  All slices are
+    equally long; those of the last ranks may pass the end of the matrix."""
     size = -(-d_out // world())
     return slice(my_rank() * size, (my_rank() + 1) * size)
 
@@ -290,11 +286,8 @@ def gathered_embedding(module, dtype, ids):
 
 
 def own_float32(module) -> None:
-    """Copy the weights of a module to float32, out of the mapped file that they may lie in.
-
-    A copy even of float32: a mapped tensor is not aligned, and there the same product rounds
-    otherwise than in a run that was not resumed.
-    """
+    """Copy the weights of a module, even float32 ones, out of the mapped file that they may lie in:
+    a mapped tensor is not aligned, and the same product may round otherwise there."""
     for parameter in module.parameters():
         if not isinstance(parameter, DTensor):  # it is a shard already
             parameter.data = parameter.data.to(torch.float32, copy=True)
@@ -385,12 +378,9 @@ def find_targets(model, targets=()) -> dict:
     if getattr(model, "tp_size", None):
         raise ValueError(f"the weights of {type(model).__name__} are split by tensor parallelism")
     stack = decoder_layers(model)
-    inside = {id(module) for module in stack.modules()}
-    found = {
-        layer_path(name): module
-        for name, module in model.named_modules()
-        if isinstance(module, torch.nn.Linear) and id(module) in inside
-    }
+    where = next(name for name, module in model.named_modules() if module is stack)
+    inside = {layer_path(f"{where}.{name}".strip(".")): m for name, m in stack.named_modules()}
+    found = {path: m for path, m in inside.items() if isinstance(m, torch.nn.Linear)}
     # Matrices that are no nn.Linear: the experts of a mixture, the Conv1D of GPT-2
     matrices = {name: p for name, p in stack.named_parameters() if p.ndim > 1}
     linear = {id(module.weight) for module in found.values()}
@@ -494,8 +484,8 @@ class Sketches:
 def attach_sketches(model, rank, targets=(), seed=0, kind="rademacher", refresh=1) -> Sketches:
     """Replace the weight gradients of the target layers by sketches; freeze all else, and say so.
 
-    Only the forward of the modules is replaced: state_dict() keys do not change.  Raises ValueError
-    as find_targets does, and if rank < 1 or a target is not in float32.
+    Of the modules only forward changes: state_dict() keys stay.  Raises ValueError as find_targets
+    does, and if rank < 1, a target is not in float32 or has a forward of its own already.
     """
     layers = find_targets(model, targets)
     sketches = Sketches(layers, rank, seed, kind, refresh)
@@ -507,7 +497,7 @@ def attach_sketches(model, rank, targets=(), seed=0, kind="rademacher", refresh=
 
 
 def checkpoint_layers(model) -> None:
-    """Recompute the activations of every decoder layer in backward."""
+    """Make the activations of every decoder layer again in backward."""
 
     def run(forward, *args, **kwargs):
         if not torch.is_grad_enabled():
@@ -600,10 +590,8 @@ def projected_norm_squared(D, A) -> torch.Tensor:
 
 
 def finite_norm(matrices, what: str) -> float:
-    """||M||_F of all matrices of all ranks: row by row, then in float64.  No large temporary.
-
-    Raises FloatingPointError, naming `what`, unless it is finite.
-    """
+    """||M||_F of all matrices of all ranks, row by row, then in float64: no large temporary.
+    Raises FloatingPointError, naming `what`, unless it is finite."""
     rows = torch.cat([torch.linalg.vector_norm(M, dim=1) for M in matrices])
     norm = rank_sum(rows.double().square().sum()).sqrt().item()
     if not math.isfinite(norm):
@@ -619,8 +607,6 @@ class LoGRA(torch.optim.Optimizer):
     sketch_sgd, D = S.  The size of the step is the same for all.
     update_ratio: ||U A|| / ||W|| over all layers, before alpha (dimensionless; the paper: 6e-5).
     keep_layer_norm: whether each layer keeps the norm of its own sketch (row_adam).
-
-    backward() any number of times, then propose(tokens), then step(alpha).
     """
 
     def __init__(self, sketches, update_ratio=6e-5, keep_layer_norm=True, rule="row_adam"):
@@ -638,9 +624,9 @@ class LoGRA(torch.optim.Optimizer):
 
     @torch.no_grad()
     def propose(self, tokens: int) -> None:
-        """S -> U in the buffer.  The loss was a sum over tokens; here is the one division by them.
+        """S -> U in the buffer.  The loss was a sum over tokens, of all micro-batches and ranks; here
+        is the one division by their number.
 
-        tokens: generated tokens of the whole update, over all micro-batches.
         Raises FloatingPointError if the sketch is not finite; no weight has moved then.
         """
         sketches, layers = self.sketches, self.sketches.layers.values()
@@ -663,11 +649,8 @@ class LoGRA(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, alpha: float = 1.0) -> dict:
-        """W <- W - F A with F = bfloat16(alpha U), then S = 0 and a new A.
-
-        Returns {path: F}, which with the number of the update is all a generator needs.
-        Raises RuntimeError unless propose() came first.
-        """
+        """W <- W - F A with F = bfloat16(alpha U), then S = 0 and a new A.  Returns {path: F}.
+        Raises RuntimeError unless propose() came first."""
         sketches, old, factors = self.sketches, self.sketches.A, {}
         if not sketches.proposed:
             raise RuntimeError("step() before propose(): the buffer holds S, not U")
@@ -699,10 +682,7 @@ class LoGRA(torch.optim.Optimizer):
         self.sketches.proposed = False
 
     def state_dict(self) -> dict:
-        """Tensors and plain numbers: loads with torch.load(..., weights_only=True).
-
-        All ranks must call; moments are whole, so that they fit another number of ranks.
-        """
+        """Tensors and plain numbers; moments whole, for any number of ranks.  All must call."""
         sketches, moments = self.sketches, {}
         for name, rows in self.moments.items():
             parts = zip(rows.split(sketches.sizes), sketches.layers.values(), strict=True)
@@ -869,9 +849,7 @@ def response_hidden(model, samples, device):
 
 def policy_head(model):
     """The function hidden [n, H] -> logits [n, V], with what some families do after the product.
-
-    A sharded head is gathered here, and kept as long as the function is; all ranks must call.
-    """
+    A sharded head is gathered here, and kept as long as the function is; all ranks must call."""
     head, config = model.get_output_embeddings(), model.config.get_text_config()
     W, bias = whole(head.weight), None if head.bias is None else whole(head.bias)
     scale = getattr(config, "logit_scale", None) or 1.0  # Cohere
@@ -1003,9 +981,7 @@ def predict_kl(model, sketches, probe, temperature=1.0, steps=None, micro_batch=
 @torch.no_grad()
 def realised_kl(model, probe, hidden_before, temperature=1.0, micro_batch=1, chunk=None) -> float:
     """KL(before || after), mean per generated token of the probe, by the same path as predict_kl.
-
-    The head is frozen, so logits before the step are made again from its hidden states.
-    """
+    The head is frozen, so logits before the step are made again from its hidden states."""
     hidden_after = probe_states(model, probe, micro_batch)
     head, total = policy_head(model), 0.0  # gathered when the layers are done
     for pair in zip(hidden_before, hidden_after, strict=True):
@@ -1073,9 +1049,7 @@ class KLControl:
 
     def excess(self, realised: float, update: int) -> float:
         """The share of a step to take back, 0 to .9, so that its realised KL is the budget.
-
-        Raises FloatingPointError if the realised KL is not finite.
-        """
+        Raises FloatingPointError if the realised KL is not finite."""
         if not realised < math.inf:
             raise FloatingPointError(f"the realised KL of update {update} is {realised}")
         if not self.enabled or realised <= self.budget(update):
@@ -1093,11 +1067,8 @@ class KLControl:
 
 
 def group_advantages(rewards: torch.Tensor, divide_by_std: bool = True) -> torch.Tensor:
-    """Advantages [P, G] of the G answers to each of P prompts (GRPO 2402.03300, 4.1).
-
-    (reward - mean) / std of the group; without the std: Dr. GRPO.  A group of equal rewards, or
-    of one answer, teaches nothing and gets exactly 0.
-    """
+    """Advantages [P, G] of the G answers to each of P prompts: (reward - mean) / std of the group
+    (GRPO 2402.03300, 4.1), or without the std (Dr. GRPO 2503.20783).  Equal rewards get exactly 0."""
     rewards = rewards.double()
     centred = rewards - rewards.mean(1, keepdim=True)
     std = rewards.std(1, correction=0, keepdim=True)
@@ -1120,10 +1091,8 @@ def running_mean_advantages(rewards: torch.Tensor, baseline: float | None, weigh
 
 
 def token_logprobs(hidden, head, ids, temperature, chunk=512):
-    """log p(ids) [n] under softmax(head(hidden) / T), hidden [n, H].
-
-    `chunk` positions at a time, made again in backward: no [n, V] matrix ever exists.
-    """
+    """log p(ids) [n] under softmax(head(hidden) / T), hidden [n, H].  `chunk` positions at a time,
+    made again in backward: no [n, V] matrix ever exists."""
 
     def logprobs(h, i):
         z = head(h).float() / temperature  # [chunk, V]
@@ -1179,11 +1148,8 @@ class SketchSync:
     """
 
     def sync_weights(self, weights, settings: dict, ranks: int) -> None:
-        """Take the trainer's float32 weights, pairs (path, W): at the start, and for --sync full.
-
-        ranks: how many hold the trainer's rows.  Raises StopRun if a layer is not in this
-        engine or has another shape.
-        """
+        """Take the trainer's float32 weights, pairs (path, W), whose rows so many ranks hold.
+        Raises StopRun if a layer is not in this engine or has another shape."""
         self.logra_settings, self.logra_ranks, self.logra_layers = settings, ranks, {}
         modules = dict(self.get_model().named_modules())
         for path, W in weights:
@@ -1222,9 +1188,7 @@ class SketchSync:
 
 def engine_rows(model, modules: dict, path: str) -> torch.Tensor:
     """The rows of vLLM's parameter for the layer `path`; q, k, v and gate, up are fused there.
-
-    Raises StopRun if there is no such layer.
-    """
+    Raises StopRun if there is no such layer."""
     if path in modules:
         return modules[path].weight.data
     parent, _, leaf = path.rpartition(".")
@@ -1539,11 +1503,8 @@ def backward(model, samples, config, first: bool):
 def grpo(model, generator, optimizer, control, draw, reward, config, first_step=0):
     """Yield one dict of metrics after every update: a step is one batch, updated once or more.
 
-    With several ranks each takes its share of the prompts, and every sum runs over all of them.
-
-    draw(step) -> [(index, token ids, row)], the prompts of a step; reward(sample) -> float.
-    config: an object with the fields of train.Config that are read below, such as steps, seed,
-    group_size, temperature, micro_batch, clip_low.
+    draw(step) -> [(index, token ids, row)], the prompts of a step, of which each rank takes its
+    share.  reward(sample) -> float.  config: the fields of train.Config that are read below.
     Everything random follows from (seed, step, prompt, sample) and the number of the update, so a
     run that starts again at first_step with the same weights and optimizer is the same run.
     """
@@ -1605,9 +1566,8 @@ def grpo(model, generator, optimizer, control, draw, reward, config, first_step=
         repeats = config.updates_per_batch if signals else 1
 
         for repeat in range(repeats):
-            update, alpha, back = optimizer.update, 0.0, 0.0
+            update, alpha, back, sent = optimizer.update, 0.0, 0.0, {}
             curve = realised = None
-            sent = {}
             if signals:
                 # 3  adds dY^T (X A^T) to S
                 difference = backward(model, alive or samples[:1], config, first=repeat == 0)
@@ -1655,7 +1615,7 @@ def grpo(model, generator, optimizer, control, draw, reward, config, first_step=
                 "grad_sketch_norm": optimizer.sketch_norm if signals else 0.0,
                 "sync_bytes": sum(x.numel() * x.element_size() for x in sent.values()),
                 "wire_bytes": getattr(generator, "crossed", 0),  # to and from generation ranks
-                "tokens_per_second": totals[3] / sum(clock.seconds.values()),
+                "tokens_per_second": answers * metrics["length"] / sum(clock.seconds.values()),
                 "peak_gib": peak_gib(),
                 "seconds": clock.seconds,
                 "samples": samples,
