@@ -1,6 +1,6 @@
 """LoGRA: reinforcement learning of language models with low-rank gradient sketches.
 
-A dense gradient G and two Adam moments cost three times the memory of the weights.  LoGRA
+A dense gradient G and two Adam moments take three times the memory of the weights.  LoGRA
 (arXiv 2610.06647) keeps none of them.  For each linear layer, with N tokens,
 
     Y  = X W^T                           the layer, W [d_out, d_in]
@@ -28,15 +28,11 @@ A dense gradient G and two Adam moments cost three times the memory of the weigh
     curve, _ = predict_kl(model, sketches, probe)           #    predicted KL of that U
     factors = optimizer.step(control.scale(curve, update))  #    W -= F A, and a new A
 
-Each section uses only what stands above it: 1 Projection, 2 Ranks, 3 Sketch, 4 RowAdam,
-5 Predicted KL, 6 GRPO objective, 7 Generation and sync, 8 the loop.  vLLM is needed in 7 alone,
-and outside it only the probe of 5 touches transformers.
-
-Papers: LoGRA 2610.06647, GRPO 2402.03300, Dr. GRPO 2503.20783, DAPO 2503.14476.
+Each section uses only what stands above it.  vLLM is needed in section 7 alone, and outside it
+only the probe of 5 touches transformers.
 """
 
 import contextlib
-import dataclasses
 import functools
 import hashlib
 import importlib
@@ -48,7 +44,7 @@ import sys
 import time
 import weakref
 from bisect import bisect_left
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
 import torch
@@ -74,40 +70,33 @@ def stable_seed(*parts) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
+def logical_shift(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """words >> bits, with zeros from the left."""
+    return (words >> bits) & (2 ** (64 - bits) - 1)
+
+
 def random_words(seed: int, n: int, device="cpu") -> torch.Tensor:
     """n random 64-bit words [n], word i = splitmix64(seed, i) (Steele et al., OOPSLA 2014).
 
-    Integer arithmetic wraps alike everywhere, so the bits do not depend on the device, nor on how
-    torch's own generators are written; and no state is shared with anything else.
+    Integer arithmetic wraps alike everywhere: the bits depend on no device and no version of torch,
+    whose words are signed, so that 2^64 is taken off the published constants.
     """
-
-    def signed(constant):  # torch has no unsigned 64-bit product; two's complement is the same
-        return constant - (1 << 64) if constant >> 63 else constant
-
-    def shift(x, bits):  # a logical shift right
-        return (x >> bits) & ((1 << (64 - bits)) - 1)
-
-    x = torch.arange(1, n + 1, device=device) * signed(0x9E3779B97F4A7C15) + seed
-    x = (x ^ shift(x, 30)) * signed(0xBF58476D1CE4E5B9)
-    x = (x ^ shift(x, 27)) * signed(0x94D049BB133111EB)
-    return x ^ shift(x, 31)
+    x = torch.arange(1, n + 1, device=device) * (0x9E3779B97F4A7C15 - 2**64) + seed
+    x = (x ^ logical_shift(x, 30)) * (0xBF58476D1CE4E5B9 - 2**64)
+    x = (x ^ logical_shift(x, 27)) * (0x94D049BB133111EB - 2**64)
+    return x ^ logical_shift(x, 31)
 
 
 def random_uniform(seed: int, n: int) -> torch.Tensor:
     """n numbers in (0, 1), float64 [n]: the top 52 bits of each word, never 0 and never 1."""
-    return (((random_words(seed, n) >> 12) & ((1 << 52) - 1)).double() + 0.5) * 2.0**-52
-
-
-def projection_seed(seed: int, update: int, key, refresh: int = 1) -> int:
-    """The seed of one projection.  refresh = updates that share an A; 0 = never redrawn."""
-    return stable_seed("projection", seed, update // refresh if refresh else 0, key)
+    return (logical_shift(random_words(seed, n), 12).double() + 0.5) * 2.0**-52
 
 
 def make_projection(rank, d_in, seed, kind="rademacher", device="cpu", dtype=torch.float32):
     """A [rank, d_in] with E[A^T A] = I: signs +-1/sqrt(rank), or N(0, 1/rank).
 
-    Signs cost one bit each: 64 of them are drawn as one word.  "identity" makes S the dense
-    gradient, if rank >= d_in: the control for what sketching costs.  Raises ValueError on another.
+    64 signs are drawn as one word.  "identity" makes S the dense gradient, if rank >= d_in: the
+    control for what sketching costs.  Raises ValueError on another kind.
     """
     n = rank * d_in
     if kind == "identity":
@@ -123,24 +112,29 @@ def make_projection(rank, d_in, seed, kind="rademacher", device="cpu", dtype=tor
     return A.mul_(rank**-0.5).view(rank, d_in)
 
 
-def subtract_factor(W: torch.Tensor, factor: torch.Tensor, A: torch.Tensor, ranks=1) -> None:
-    """W <- W - F A in place: the one line that trainer and generator must run alike, to the bit.
+def draw_projections(widths, update, like, rank, seed, kind, refresh) -> dict:
+    """{d_in: A [rank, d_in]} of one update, on the device and in the dtype of the tensor `like`.
+    refresh: updates that share an A; 0: it is never redrawn."""
+    key = ("projection", seed, update // refresh if refresh else 0)
+    seeds = {d_in: stable_seed(*key, f"in_features={d_in}") for d_in in sorted({*widths})}
+    where = (kind, like.device, like.dtype)
+    return {d_in: make_projection(rank, d_in, seed, *where) for d_in, seed in seeds.items()}
 
-    W [d_out, d_in] float32, F [d_out, r] bfloat16, A [r, d_in].  No [d_out, d_in] temporary.
-    ranks: make the product in the blocks of rows that so many trainer ranks hold, for a product of
+
+def subtract_factor(W: torch.Tensor, factor: torch.Tensor, A: torch.Tensor, share=1.0, ranks=1):
+    """W <- W - bfloat16(share F) A in place: what trainer and generator must do alike, to the bit.
+
+    W [d_out, d_in] float32, F [d_out, r] bfloat16, A [r, d_in].  share: below 0 it takes so much of
+    a step back.  ranks: in the blocks of rows that so many trainer ranks hold, for a product of
     another shape may round otherwise.
     """
+    factor = (factor.float() * share).to(torch.bfloat16)
     for rows, part in zip(W.chunk(ranks), factor.chunk(ranks), strict=True):
         rows.addmm_(part.to(W.dtype), A.to(W.dtype), alpha=-1)
 
 
-def taken_back(factor: torch.Tensor, back: float) -> torch.Tensor:
-    """bfloat16(-back F): subtracted after F, it takes the share `back` of the step back."""
-    return (factor.float() * -back).to(torch.bfloat16)
-
-
 # ------------------------------------------------------------------------------------------------
-# 2  Ranks: each holds some rows of every W, and everything here is nothing with one rank
+# 2  Ranks: each holds some rows of every W; with one rank nothing here does anything
 # ------------------------------------------------------------------------------------------------
 
 
@@ -151,9 +145,9 @@ class StopRun(Exception):
 def start_ranks(generation_ranks: int = 0):
     """Meet the other ranks that torchrun has started; the last few only generate.
 
-    The training ranks become the default group, in which everything below happens.  vLLM makes its
-    own groups with all ranks of the default group, so a generation rank is in none, and one wire
-    of all ranks carries what crosses.  Returns that wire and whether this rank generates.
+    The training ranks become the default group.  vLLM makes its own groups with all ranks of that,
+    so a generation rank is in none, and one wire of all ranks carries what crosses.  Returns that
+    wire, or None, and whether this rank generates.
     """
     store, rank, size = next(dist.rendezvous("env://"))
     trainers, wire, here = size - generation_ranks, None, int(os.environ["LOCAL_RANK"])
@@ -166,12 +160,12 @@ def start_ranks(generation_ranks: int = 0):
     elif torch.cuda.is_available():
         torch.cuda.set_device(here)
     if generation_ranks:
-        store_of_wire = dist.PrefixStore("wire", store)
-        wire = dist.ProcessGroupGloo(store_of_wire, rank, size, timedelta(hours=1))
+        apart = dist.PrefixStore("wire", store)
+        wire = dist.ProcessGroupGloo(apart, rank, size, timedelta(hours=1))
     if rank < trainers and trainers > 1:
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        of_trainers = dist.PrefixStore("train", store)
-        dist.init_process_group(backend, store=of_trainers, rank=rank, world_size=trainers)
+        store = dist.PrefixStore("train", store)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=trainers)
     return wire, rank >= trainers
 
 
@@ -192,23 +186,33 @@ def rank_sum(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def in_step(batches: list, device) -> list:
+def rank_mean(totals: torch.Tensor, count: int):
+    """totals [k] / count, each summed over all ranks: a list of floats, None if nothing counts."""
+    sums = torch.cat([totals.double(), totals.new_tensor([count], dtype=torch.float64)])
+    *sums, count = rank_sum(sums).tolist()
+    return [total / count for total in sums] if count else None
+
+
+def from_all_ranks(x) -> list:
+    """What every rank gives here, in their order: objects that can be pickled."""
+    given = [x] * world()
+    if world() > 1:
+        dist.all_gather_object(given, x)
+    return given
+
+
+def in_step(batches: list) -> list:
     """Pairs (batch, whether it counts), as many on every rank: the ranks gather weights together,
     so one that has fewer batches repeats its last, and it counts for nothing."""
-    rounds = torch.tensor(len(batches), device=device)
-    if world() > 1:
-        dist.all_reduce(rounds, dist.ReduceOp.MAX)
     n = len(batches)
-    return [(batches[min(i, n - 1)], i < n) for i in range(rounds)]
+    return [(batches[min(i, n - 1)], i < n) for i in range(max(from_all_ranks(n)))]
 
 
 def raise_together(error) -> None:
     """Raise StopRun on every rank if any rank has an error; with one rank, that error."""
     if world() == 1 and error:
         raise error
-    errors = [None] * world()
-    if world() > 1:
-        dist.all_gather_object(errors, error and str(error))
+    errors = from_all_ranks(error and (str(error) or repr(error)))
     for rank, words in enumerate(errors):
         if words:
             raise StopRun(words if len({*errors}) == 1 else f"rank {rank}: {words}") from error
@@ -221,38 +225,36 @@ def check_same(matrices, what: str) -> None:
     digest = hashlib.blake2b(digest_size=8)
     for matrix in matrices:
         digest.update(matrix.cpu().contiguous().view(torch.uint8).numpy().tobytes())
-    digests = [None] * world()
-    dist.all_gather_object(digests, digest.hexdigest())
-    if len(set(digests)) > 1:
+    digests = from_all_ranks(digest.hexdigest())
+    if len({*digests}) > 1:
         raise StopRun(f"{what} differ between ranks: {digests}")
 
 
 def owned(d_out: int) -> slice:
-    """The rows of a [d_out, ...] matrix that this rank holds, by FSDP2's split."""
+    """The rows of a [d_out, ...] matrix that this rank holds, by FSDP2's split.  All slices are
+    equally long; those of the last ranks may pass the end of the matrix."""
     size = -(-d_out // world())
-    return slice(min(my_rank() * size, d_out), min((my_rank() + 1) * size, d_out))
+    return slice(my_rank() * size, (my_rank() + 1) * size)
 
 
 def scatter_rows(S: torch.Tensor) -> torch.Tensor:
     """The owned rows of S [d_out, r] summed over ranks.  Shards may be uneven, or empty."""
-    size = -(-len(S) // world())
-    padded = S.new_zeros(size * world(), S.shape[1])
-    padded[: len(S)] = S
-    rows = S.new_empty(size, S.shape[1])
-    dist.reduce_scatter_single(rows, padded)
-    return rows[: len(range(len(S))[owned(len(S))])]
+    own, (d_out, r) = owned(len(S)), S.shape
+    rows = S.new_empty(own.stop - own.start, r)
+    padding = S.new_zeros(len(rows) * world() - d_out, r)
+    dist.reduce_scatter_single(rows, torch.cat([S, padding]))
+    return rows[: len(S[own])]
 
 
 def gather_rows(rows: torch.Tensor, d_out: int) -> torch.Tensor:
     """The whole [d_out, ...] from the rows that each rank owns."""
     if world() == 1:
         return rows
-    size = -(-d_out // world())
-    padded = rows.new_zeros(size, *rows.shape[1:])
-    padded[: len(rows)] = rows
-    whole = rows.new_empty(size * world(), *rows.shape[1:])
-    dist.all_gather_single(whole, padded)
-    return whole[:d_out]
+    size, shape = owned(d_out).stop - owned(d_out).start, rows.shape[1:]
+    padded = torch.cat([rows, rows.new_zeros(size - len(rows), *shape)])
+    everything = rows.new_empty(size * world(), *shape)
+    dist.all_gather_single(everything, padded)
+    return everything[:d_out]
 
 
 def local(W: torch.Tensor) -> torch.Tensor:
@@ -267,7 +269,7 @@ def whole(W: torch.Tensor) -> torch.Tensor:
 
 def decoder_layers(model) -> torch.nn.ModuleList:
     """The stack of decoder layers: the largest ModuleList.  Raises ValueError if there is none."""
-    stacks = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
+    stacks = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList)]
     if not stacks:
         raise ValueError(f"{type(model).__name__} has no list of decoder layers")
     return max(stacks, key=lambda stack: sum(p.numel() for p in stack.parameters()))
@@ -284,11 +286,8 @@ def gathered_embedding(module, dtype, ids):
 
 
 def own_float32(module) -> None:
-    """Copy the weights of a module to float32, out of the mapped file that they may lie in.
-
-    A copy even of float32: a mapped tensor is not aligned, and there the same product rounds
-    otherwise than in a run that was not resumed.
-    """
+    """Copy the weights of a module, even float32 ones, out of the mapped file that they may lie in:
+    a mapped tensor is not aligned, and the same product may round otherwise there."""
     for parameter in module.parameters():
         if not isinstance(parameter, DTensor):  # it is a shard already
             parameter.data = parameter.data.to(torch.float32, copy=True)
@@ -297,9 +296,9 @@ def own_float32(module) -> None:
 def shard_model(model, dtype, frozen_dtype=torch.float32) -> None:
     """FSDP2: this rank keeps its rows of every weight in float32 and computes in `dtype`.
 
-    Each decoder layer is a group, gathered when its turn comes.  Embedding and head are frozen and
-    need no gradient, so they are plain shards in frozen_dtype, the one they were stored in, made
-    whole where they are used; FSDP would hold its flat buffer beside the copy.
+    Each decoder layer is a group, gathered when its turn comes.  Embedding and head are frozen, so
+    they are plain shards in frozen_dtype, the one they were stored in, made whole where they are
+    used; FSDP would hold its flat buffer beside the copy.
     """
     mesh = init_device_mesh("cuda" if torch.cuda.is_available() else "cpu", (world(),))
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
@@ -326,9 +325,8 @@ def shard_model(model, dtype, frozen_dtype=torch.float32) -> None:
 class SketchLinear(torch.autograd.Function):
     """Y = X W^T + b whose backward adds dY^T P, P = X A^T, to S instead of forming dY^T X.
 
-    Forward keeps P [N, r], not X [N, d_in].  S sums over micro-batches, in its own dtype (float32)
-    whatever the compute dtype is.  With several ranks S has the rows that this rank
-    owns, summed over all of them, so no rank ever has all rows of all layers.
+    Forward keeps P [N, r], not X [N, d_in].  S sums over micro-batches in its own dtype, float32.
+    With several ranks it has the rows that this rank owns, summed over all of them.
     """
 
     @staticmethod
@@ -341,7 +339,7 @@ class SketchLinear(torch.autograd.Function):
     def backward(ctx, dY):
         W, P = ctx.saved_tensors
         dY_rows, P = (M.flatten(0, -2).to(ctx.S.dtype) for M in (dY, P))  # [N, d_out], [N, r]
-        if world() > 1:
+        if world() > 1:  # so that no rank ever has all rows of all layers
             ctx.S.add_(scatter_rows(dY_rows.T @ P))
         else:
             ctx.S.addmm_(dY_rows.T, P)
@@ -353,13 +351,11 @@ class SketchLinear(torch.autograd.Function):
 def dual_linear(X, W, bias, A, U):
     """Y = X W^T + b with its derivative along W(a) = W - a U A at a = 0.
 
-    Y' = X' W^T - (X A^T) U^T, and primal and tangent share one product with W: [X; X'] W^T.
-    X may be a dual tensor; the dual Y is returned.
+    Y' = X' W^T - (X A^T) U^T.  X may be a dual tensor, and Y is one.
     """
-    X, tangent = forward_ad.unpack_dual(X)
-    both = X if tangent is None else torch.stack([X, tangent])
-    Y = F.linear(both, W)  # [(2,) ..., d_out]
-    Y, dY = (Y, 0) if tangent is None else Y.unbind(0)
+    X, dX = forward_ad.unpack_dual(X)
+    # Primal and tangent share one product with W
+    Y, dY = (F.linear(X, W), 0) if dX is None else F.linear(torch.stack([X, dX]), W).unbind(0)
     dY = dY - (torch.matmul(X, A.T.to(X.dtype)) @ U.T.to(Y.dtype)).to(Y.dtype)
     return forward_ad.make_dual(Y if bias is None else Y + bias.to(Y.dtype), dY)
 
@@ -382,12 +378,9 @@ def find_targets(model, targets=()) -> dict:
     if getattr(model, "tp_size", None):
         raise ValueError(f"the weights of {type(model).__name__} are split by tensor parallelism")
     stack = decoder_layers(model)
-    inside = {id(module) for module in stack.modules()}
-    found = {
-        layer_path(name): module
-        for name, module in model.named_modules()
-        if isinstance(module, torch.nn.Linear) and id(module) in inside
-    }
+    where = next(name for name, module in model.named_modules() if module is stack)
+    inside = {layer_path(f"{where}.{name}".strip(".")): m for name, m in stack.named_modules()}
+    found = {path: m for path, m in inside.items() if isinstance(m, torch.nn.Linear)}
     # Matrices that are no nn.Linear: the experts of a mixture, the Conv1D of GPT-2
     matrices = {name: p for name, p in stack.named_parameters() if p.ndim > 1}
     linear = {id(module.weight) for module in found.values()}
@@ -408,16 +401,16 @@ def find_targets(model, targets=()) -> dict:
 
 def freeze_all_but(model, layers: dict) -> str:
     """Only the weights of `layers` are trained, not even their biases.  Returns a summary line."""
-    for parameter in model.parameters():
-        parameter.requires_grad_(False)
-    for module in layers.values():
-        module.weight.requires_grad_(True)
+    model.requires_grad_(False)
+    weights = [module.weight.requires_grad_(True) for module in layers.values()]
     frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
     biases = [p for name, p in frozen.items() if name.endswith("bias")]
+    total, fixed, of_biases = (
+        sum(p.numel() for p in ps) for ps in (weights, frozen.values(), biases)
+    )
     return (
-        f"{len(layers)} linear layers ({sum(m.weight.numel() for m in layers.values()):,} weights)"
-        f" are trained; {len(frozen)} tensors ({sum(p.numel() for p in frozen.values()):,}) are"
-        f" frozen, among them {len(biases)} biases ({sum(p.numel() for p in biases):,})"
+        f"{len(layers)} linear layers ({total:,} weights) are trained; {len(frozen)} tensors"
+        f" ({fixed:,}) are frozen, among them {len(biases)} biases ({of_biases:,})"
     )
 
 
@@ -425,8 +418,7 @@ class Sketches:
     """The sketches of all target layers in one flat buffer, and the projections A they share.
 
     buffer [own rows, r]    S while backward runs, U from propose() to step(), of the rows that this
-                            rank owns; the layers stand in the order of their width, so that those
-                            who share an A are neighbours
+                            rank owns; layers that share an A are neighbours
     rows {path: view}       the owned rows of each layer in it
     A {d_in: [r, d_in]}     the projections of the current update
     """
@@ -439,15 +431,14 @@ class Sketches:
                 raise ValueError(f"{path} is {module.weight.dtype}: small steps need float32")
             if "forward" in vars(module):
                 raise ValueError(f"{path} has a forward of its own; was it attached already?")
-        ordered = sorted(layers.items(), key=lambda item: item[1].in_features)
-        self.layers = dict(ordered)
+        self.layers = dict(sorted(layers.items(), key=lambda item: item[1].in_features))
         self.settings = {"rank": rank, "seed": seed, "kind": kind, "refresh": refresh}
-        self.sizes = [len(range(m.out_features)[owned(m.out_features)]) for _, m in ordered]
-        weight = local(ordered[0][1].weight)
-        self.buffer = weight.new_zeros(sum(self.sizes), rank)  # [own rows, r]
+        heights = [module.out_features for module in self.layers.values()]
+        self.sizes = [len(range(d_out)[owned(d_out)]) for d_out in heights]
+        weight = local(next(iter(layers.values())).weight)
+        self.buffer = weight.new_zeros(sum(self.sizes), rank)
         self.rows = dict(zip(self.layers, self.buffer.split(self.sizes), strict=True))
         self.probing = self.proposed = False
-        self.last_X, self.last_version, self.last_P = lambda: None, 0, None
         self.redraw(0)
         for path, module in self.layers.items():
             module.forward = functools.partial(self.forward, path, module)
@@ -461,29 +452,26 @@ class Sketches:
             return F.linear(X, W, bias)
         if self.proposed:
             raise RuntimeError("backward between propose() and step() would add S to U")
-        # q, k, v have one input, and so do gate and up: X A^T is made once for them.  The weak
+        # q, k, v have one input, and so do gate and up: X A^T is made once for them.  A weak
         # reference lets X go when the model is done with it.
-        if self.last_X() is not X or self.last_version != X._version:
-            self.last_X, self.last_version = weakref.ref(X), X._version
-            self.last_P = X.detach() @ A.T.to(X.dtype)  # [..., r]
-        return SketchLinear.apply(X, W, bias, self.last_P, rows)
+        last_X, version, P = self.last
+        if last_X() is not X or version != X._version:
+            P = X.detach() @ A.T.to(X.dtype)  # [..., r]
+            self.last = (weakref.ref(X), X._version, P)
+        return SketchLinear.apply(X, W, bias, P, rows)
 
     def redraw(self, update: int) -> None:
         """The projections of one update, from its number alone."""
-        self.A = {
-            d_in: draw_projection(d_in, update, self.buffer, **self.settings)
-            for d_in in sorted({module.in_features for module in self.layers.values()})
-        }
-        self.last_X = lambda: None  # its product was with the A that is gone
+        widths = (module.in_features for module in self.layers.values())
+        self.A = draw_projections(widths, update, self.buffer, **self.settings)
+        self.last = (lambda: None, 0, None)  # no X A^T of an A that is gone
 
     def widths(self, flat):
         """Pairs of d_in and the rows of `flat`, which is like the buffer, that go with its A."""
-        start = 0
-        for d_in in self.A:
-            layers = zip(self.layers.values(), self.sizes, strict=True)
-            n = sum(size for module, size in layers if module.in_features == d_in)
-            yield d_in, flat[start : start + n]
-            start += n
+        counts = dict.fromkeys(self.A, 0)
+        for module, size in zip(self.layers.values(), self.sizes, strict=True):
+            counts[module.in_features] += size
+        return zip(counts, flat.split([*counts.values()]), strict=True)
 
     def detach(self) -> None:
         """The model is as it was before attach_sketches, but for what was learned."""
@@ -493,17 +481,11 @@ class Sketches:
             parameter.requires_grad_(trained)
 
 
-def draw_projection(d_in, update, like, rank, seed, kind, refresh):
-    """A [rank, d_in] of one width at one update, on the device and in the dtype of `like`."""
-    seed = projection_seed(seed, update, f"in_features={d_in}", refresh)
-    return make_projection(rank, d_in, seed, kind, like.device, like.dtype)
-
-
 def attach_sketches(model, rank, targets=(), seed=0, kind="rademacher", refresh=1) -> Sketches:
     """Replace the weight gradients of the target layers by sketches; freeze all else, and say so.
 
-    The modules stay, only their forward is replaced: state_dict() keys do not change.
-    Raises ValueError if nothing matches, if rank < 1, or if a target is not in float32.
+    Of the modules only forward changes: state_dict() keys stay.  Raises ValueError as find_targets
+    does, and if rank < 1, a target is not in float32 or has a forward of its own already.
     """
     layers = find_targets(model, targets)
     sketches = Sketches(layers, rank, seed, kind, refresh)
@@ -515,18 +497,15 @@ def attach_sketches(model, rank, targets=(), seed=0, kind="rademacher", refresh=
 
 
 def checkpoint_layers(model) -> None:
-    """Activation checkpointing of every decoder layer, where gradients are recorded only."""
+    """Make the activations of every decoder layer again in backward."""
 
-    def wrap(forward):
-        def forward_or_checkpoint(*args, **kwargs):
-            if not torch.is_grad_enabled():
-                return forward(*args, **kwargs)
-            return checkpoint(forward, *args, use_reentrant=False, **kwargs)
-
-        return forward_or_checkpoint
+    def run(forward, *args, **kwargs):
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
     for layer in decoder_layers(model):
-        layer.forward = wrap(layer.forward)
+        layer.forward = functools.partial(run, layer.forward)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -546,17 +525,16 @@ def row_adam(S, v, sizes, beta2=0.95, eps=1e-8, keep_layer_norm=True):
 
     sizes: the rows of each layer in S; means and norms are each layer's own, over all ranks.
     Adam's bias correction 1 / (1 - b2^t) is one factor for all rows and cancels in
-    s / sqrt(mean(s^2)).  A row that never had a gradient gets s = 0, so a sketch of zeros gives
-    D = 0.  The norms of D follow from those of the rows: S is read once and written once.
+    s / sqrt(mean(s^2)).  A row that never had a gradient gets s = 0.  The norms of D follow from
+    those of the rows: S is read once and written once.
     """
-    tiny = torch.finfo(S.dtype).tiny
 
     def layer_sums(*columns):  # the columns of rows [n] summed over each layer's rows, on all ranks
         layers = torch.stack(columns, 1).split(sizes)  # [own d_out, columns] each
         sums = rank_sum(torch.stack([layer.sum(0) for layer in layers]))  # [layers, columns]
         return sums.repeat_interleave(counts, 0).unbind(1)  # back to rows
 
-    counts = torch.tensor(sizes, device=S.device)
+    counts, tiny = torch.tensor(sizes, device=S.device), torch.finfo(S.dtype).tiny
     squares = torch.linalg.vector_norm(S, dim=1).square_()  # [own rows], = r mean_j S_ij^2
     v.mul_(beta2).add_(squares, alpha=(1 - beta2) / S.shape[1])
     root = v.sqrt()
@@ -571,18 +549,15 @@ def row_adam(S, v, sizes, beta2=0.95, eps=1e-8, keep_layer_norm=True):
 
 
 def newton_schulz(S, sizes, scales, steps=5, batch=32):
-    """Each layer's S [d_out, r] becomes, in place, `scales` times about its polar factor.
-
-    That is S with its singular values made one: five steps bring those above 2e-3 of ||S||_F to
-    between .68 and 1.21 (Muon, Jordan et al. 2024, takes it of the dense gradient).
+    """Each layer's S [d_out, r] becomes, in place, `scales` times about its polar factor: singular
+    values above 2e-3 of ||S||_F come to between .68 and 1.21 (Muon, Jordan et al. 2024).
 
         X = S / ||S||_F,   five times:  Q = X^T X,   X <- X (3.4445 - 4.775 Q + 2.0315 Q^2)
 
     All factors are polynomials of one Q, so only r x r matrices are iterated: P is the product of
     the brackets M, and Q <- Q M^2.  S is read for the first Q, summed over ranks, and for S P.
-    sizes: the owned rows of each layer.  In S's own precision: a Q that is rounded to bfloat16 has
-    eigenvalues below zero, and each step would multiply them by twelve and more.
-    `batch` layers at a time.  A sketch of zeros gives zeros.
+    sizes: the owned rows of each layer, of which `batch` are worked on at a time.  In S's own
+    precision: a Q rounded to bfloat16 has eigenvalues below zero, and they would explode.
     """
     layers = S.split(sizes)
     for i in range(0, len(layers), batch):
@@ -602,8 +577,7 @@ def newton_schulz(S, sizes, scales, steps=5, batch=32):
 def sketch_adam(S, m, v, beta1=0.9, beta2=0.95):
     """Adam on the entries of S, in a basis that is kept; S becomes D, m and v [as S] are updated.
 
-    D = m / sqrt(v).  Adam's bias corrections are one factor for all entries; the global size, in
-    which they would cancel, is the caller's.
+    D = m / sqrt(v): Adam's bias corrections cancel in the global size, which the caller sets.
     """
     m.lerp_(S, 1 - beta1)
     v.mul_(beta2).addcmul_(S, S, value=1 - beta2)
@@ -615,10 +589,14 @@ def projected_norm_squared(D, A) -> torch.Tensor:
     return ((D.T @ D).double() * (A @ A.T).double()).sum().clamp_min(0)
 
 
-def norm_over_ranks(matrices) -> float:
-    """||M||_F of all matrices of all ranks: row by row, then in float64.  No large temporary."""
+def finite_norm(matrices, what: str) -> float:
+    """||M||_F of all matrices of all ranks, row by row, then in float64: no large temporary.
+    Raises FloatingPointError, naming `what`, unless it is finite."""
     rows = torch.cat([torch.linalg.vector_norm(M, dim=1) for M in matrices])
-    return rank_sum(rows.double().square().sum()).sqrt().item()
+    norm = rank_sum(rows.double().square().sum()).sqrt().item()
+    if not math.isfinite(norm):
+        raise FloatingPointError(f"{what} is not finite")
+    return norm
 
 
 class LoGRA(torch.optim.Optimizer):
@@ -628,83 +606,60 @@ class LoGRA(torch.optim.Optimizer):
     sqrt(max(1, d_out / d_in)), no state; sketch_adam, which needs an A kept for many updates;
     sketch_sgd, D = S.  The size of the step is the same for all.
     update_ratio: ||U A|| / ||W|| over all layers, before alpha (dimensionless; the paper: 6e-5).
-    beta2, eps: decay of v per update, and the floor relative to a layer's mean root (0.95, 1e-8).
     keep_layer_norm: whether each layer keeps the norm of its own sketch (row_adam).
-
-    backward() any number of times, then propose(tokens), then step(alpha).
     """
 
-    def __init__(
-        self,
-        sketches,
-        update_ratio=6e-5,
-        beta2=0.95,
-        eps=1e-8,
-        keep_layer_norm=True,
-        rule="row_adam",
-    ):
-        if rule not in ("row_adam", "sketch_muon", "sketch_adam", "sketch_sgd"):
+    def __init__(self, sketches, update_ratio=6e-5, keep_layer_norm=True, rule="row_adam"):
+        S = sketches.buffer
+        state = {"row_adam": {"v": S[:, 0]}, "sketch_adam": {"m": S, "v": S}}
+        state |= {"sketch_muon": {}, "sketch_sgd": {}}
+        if rule not in state:
             raise ValueError(f"there is no rule {rule!r}")
-        options = {"beta2": beta2, "eps": eps, "keep_layer_norm": keep_layer_norm}
         weights = [module.weight for module in sketches.layers.values()]
-        super().__init__(weights, {"update_ratio": update_ratio, **options})
-        self.sketches, self.rule, buffer = sketches, rule, sketches.buffer
-        self.moments = {}  # of the owned rows
-        if rule == "row_adam":
-            self.moments = {"v": buffer.new_zeros(len(buffer))}
-        if rule == "sketch_adam":
-            self.moments = {"m": torch.zeros_like(buffer), "v": torch.zeros_like(buffer)}
+        super().__init__(weights, {"update_ratio": update_ratio})
+        self.sketches, self.rule, self.keep_layer_norm = sketches, rule, keep_layer_norm
+        self.moments = {name: torch.zeros_like(M) for name, M in state[rule].items()}
         self.update, self.sketch_norm = 0, 0.0
         check_same(sketches.A.values(), "projections")
 
     @torch.no_grad()
     def propose(self, tokens: int) -> None:
-        """S -> U in the buffer.  The loss was a sum over tokens; here is the one division by them.
+        """S -> U in the buffer.  The loss was a sum over tokens, of all micro-batches and ranks; here
+        is the one division by their number.
 
-        tokens: generated tokens of the whole update, over all micro-batches.
         Raises FloatingPointError if the sketch is not finite; no weight has moved then.
         """
-        sketches, options = self.sketches, dict(self.param_groups[0])
+        sketches, layers = self.sketches, self.sketches.layers.values()
         if sketches.proposed:
             raise RuntimeError("propose() twice: the buffer holds U, not S; step() comes between")
         S = sketches.buffer.div_(tokens)
-        self.sketch_norm = norm_over_ranks([S])
-        if not math.isfinite(self.sketch_norm):
-            raise FloatingPointError(f"the sketch of update {self.update} is not finite")
-        update_ratio, layers = options.pop("update_ratio"), sketches.layers.values()
-        del options["params"]
+        self.sketch_norm = finite_norm([S], f"the sketch of update {self.update}")
         if self.rule == "row_adam":
-            row_adam(S, self.moments["v"], sketches.sizes, **options)
+            row_adam(S, self.moments["v"], sketches.sizes, keep_layer_norm=self.keep_layer_norm)
         if self.rule == "sketch_muon":
             scales = [max(1, m.out_features / m.in_features) ** 0.5 for m in layers]
             newton_schulz(S, sketches.sizes, scales)
         if self.rule == "sketch_adam":
-            sketch_adam(S, **self.moments, beta2=options["beta2"])
+            sketch_adam(S, **self.moments)
         D_norm = sum(projected_norm_squared(D, sketches.A[d]) for d, D in sketches.widths(S))
         D_norm = rank_sum(D_norm).sqrt().item()
-        W_norm = norm_over_ranks([local(module.weight) for module in layers])
-        sketches.buffer.mul_(update_ratio * W_norm / D_norm if D_norm else 0.0)
+        W_norm = finite_norm([local(m.weight) for m in layers], "the norm of the weights")
+        S.mul_(self.param_groups[0]["update_ratio"] * W_norm / D_norm if D_norm else 0.0)
         sketches.proposed = True
 
     @torch.no_grad()
     def step(self, alpha: float = 1.0) -> dict:
-        """W <- W - F A with F = bfloat16(alpha U), then S = 0 and a new A.
-
-        Returns {path: F}, which with the number of the update is all a generator needs.
-        Raises RuntimeError unless propose() came first.
-        """
-        sketches = self.sketches
+        """W <- W - F A with F = bfloat16(alpha U), then S = 0 and a new A.  Returns {path: F}.
+        Raises RuntimeError unless propose() came first."""
+        sketches, old, factors = self.sketches, self.sketches.A, {}
         if not sketches.proposed:
             raise RuntimeError("step() before propose(): the buffer holds S, not U")
-        sketches.proposed = False
-        flat, factors = sketches.buffer.mul_(alpha).to(torch.bfloat16), {}
-        parts = flat.split(sketches.sizes)
+        parts = sketches.buffer.mul_(alpha).to(torch.bfloat16).split(sketches.sizes)
         for (path, module), part in zip(sketches.layers.items(), parts, strict=True):
-            subtract_factor(local(module.weight), part, sketches.A[module.in_features])
+            subtract_factor(local(module.weight), part, old[module.in_features])
             factors[path] = gather_rows(part, module.out_features)
         self.update += 1
-        sketches.buffer.zero_()
-        old = sketches.A
+        self.zero_grad()
         sketches.redraw(self.update)
         if "m" in self.moments:  # G A^T in the new basis, by the estimate that G = m A
             for d_in, m in sketches.widths(self.moments["m"]):
@@ -715,13 +670,11 @@ class LoGRA(torch.optim.Optimizer):
     @torch.no_grad()
     def take_back(self, factors: dict, back: float) -> None:
         """W <- W + bfloat16(back F) A, for the factors that step() has just returned."""
-        sketches, projections = self.sketches, {}
-        for path, module in sketches.layers.items():
-            if (d_in := module.in_features) not in projections:
-                draw = (d_in, self.update - 1, sketches.buffer)  # step() has drawn the next
-                projections[d_in] = draw_projection(*draw, **sketches.settings)
-            part = taken_back(factors[path], back)[owned(module.out_features)]
-            subtract_factor(local(module.weight), part, projections[d_in])
+        draw = (self.sketches.A, self.update - 1, self.sketches.buffer)  # step() has drawn the next
+        A = draw_projections(*draw, **self.sketches.settings)
+        for path, module in self.sketches.layers.items():
+            part = factors[path][owned(module.out_features)]
+            subtract_factor(local(module.weight), part, A[module.in_features], -back)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget what backward has added since the last step."""
@@ -729,10 +682,7 @@ class LoGRA(torch.optim.Optimizer):
         self.sketches.proposed = False
 
     def state_dict(self) -> dict:
-        """Tensors and plain numbers: loads with torch.load(..., weights_only=True).
-
-        All ranks must call; moments are whole, so that they fit another number of ranks.
-        """
+        """Tensors and plain numbers; moments whole, for any number of ranks.  All must call."""
         sketches, moments = self.sketches, {}
         for name, rows in self.moments.items():
             parts = zip(rows.split(sketches.sizes), sketches.layers.values(), strict=True)
@@ -741,7 +691,7 @@ class LoGRA(torch.optim.Optimizer):
         return {"update": self.update, **moments, "settings": settings}
 
     def load_state_dict(self, state: dict) -> None:
-        """Raises ValueError if the state is of another rule, rank, seed, kind or set of layers."""
+        """Raises ValueError if the state is of another rule, sketch (settings) or set of layers."""
         for key, value in self.state_dict()["settings"].items():
             if (was := state["settings"].get(key)) != value:
                 was, value = str(was)[:60], str(value)[:60]  # the layers are many
@@ -758,17 +708,21 @@ class LoGRA(torch.optim.Optimizer):
 class DenseAdamW(torch.optim.AdamW):
     """The control: AdamW on the dense gradients of the same weights, driven by the same loop."""
 
-    def __init__(self, layers: dict, lr=1e-6):
+    def __init__(self, layers: dict, lr=1e-6, parameters=None):
         self.layers, self.update, self.sketch_norm = layers, 0, 0.0
-        super().__init__([m.weight for m in layers.values()], lr, (0.9, 0.95), weight_decay=0)
+        parameters = parameters or [module.weight for module in layers.values()]
+        super().__init__(parameters, lr, (0.9, 0.95), weight_decay=0)
 
     @torch.no_grad()
     def propose(self, tokens: int) -> None:
         """The one division by tokens.  Raises FloatingPointError if a gradient is not finite."""
-        grads = [module.weight.grad.div_(tokens) for module in self.layers.values()]
-        self.sketch_norm = norm_over_ranks([local(grad) for grad in grads])
-        if not math.isfinite(self.sketch_norm):
-            raise FloatingPointError(f"the gradient of update {self.update} is not finite")
+        rows = []  # of this rank
+        for grad in (p.grad for p in self.param_groups[0]["params"]):
+            if isinstance(grad, DTensor):  # FSDP has summed it
+                rows.append(local(grad.div_(tokens)))
+            else:
+                rows.append(rank_sum(grad).div_(tokens)[owned(len(grad))])
+        self.sketch_norm = finite_norm(rows, f"the gradient of update {self.update}")
 
     def step(self, alpha: float = 1.0) -> None:
         """AdamW has a length of its own; alpha is not looked at."""
@@ -784,12 +738,11 @@ class DenseAdamW(torch.optim.AdamW):
 
     def load_state_dict(self, state: dict) -> None:
         """Each rank takes its rows of the moments; the learning rate stays this run's."""
-        for i, W in enumerate(self.param_groups[0]["params"]):
-            if isinstance(W, DTensor) and i in state["state"]:
-                for key, value in state["state"][i].items():
-                    if value.shape == W.shape:
-                        value = distribute_tensor(value, W.device_mesh, W.placements)
-                        state["state"][i][key] = value
+        for i, moments in state["state"].items():
+            W = self.param_groups[0]["params"][i]
+            for name, M in moments.items():
+                if isinstance(W, DTensor) and M.shape == W.shape:
+                    moments[name] = distribute_tensor(M, W.device_mesh, W.placements)
         self.update = state["update"]
         super().load_state_dict(state)
         self.param_groups[0]["lr"] = self.defaults["lr"]
@@ -803,7 +756,7 @@ class LoRA(DenseAdamW):
     """
 
     def __init__(self, layers: dict, rank, lr=1e-4, seed=0):
-        self.layers, self.update, self.sketch_norm, self.adapters = layers, 0, 0.0, {}
+        self.adapters = {}
         for path, module in layers.items():
             W = local(module.weight)  # [own d_out, d_in]
             A = make_projection(rank, W.shape[1], stable_seed("lora", seed, path), "gaussian")
@@ -812,8 +765,7 @@ class LoRA(DenseAdamW):
             module.weight.requires_grad_(False)  # only the adapters have gradients
             self.adapters[path] = (torch.nn.Parameter(A), torch.nn.Parameter(B))
             module.forward = functools.partial(self.forward, path, module)
-        parameters = [p for pair in self.adapters.values() for p in pair]
-        torch.optim.AdamW.__init__(self, parameters, lr, (0.9, 0.95), weight_decay=0)
+        super().__init__(layers, lr, [p for pair in self.adapters.values() for p in pair])
 
     def forward(self, path, module, X):
         """Y = X W^T + b.  Z = (X A^T) B^T is in W already: it adds nothing but its gradient."""
@@ -825,20 +777,11 @@ class LoRA(DenseAdamW):
         return Y + (Z - Z.detach()).to(Y.dtype)
 
     @torch.no_grad()
-    def propose(self, tokens: int) -> None:
-        """The one division by tokens.  Raises FloatingPointError if a gradient is not finite."""
-        grads = [rank_sum(p.grad).div_(tokens) for pair in self.adapters.values() for p in pair]
-        self.sketch_norm = torch.nn.utils.get_total_norm(grads).item()
-        if not math.isfinite(self.sketch_norm):
-            raise FloatingPointError(f"the gradient of update {self.update} is not finite")
-
-    @torch.no_grad()
     def step(self, alpha: float = 1.0) -> None:
         """W <- W - B A (before) + B A (after), on the owned rows."""
         for sign in (-1, 1):
             for path, (A, B) in self.adapters.items():
-                W = local(self.layers[path].weight)
-                W.addmm_(B[owned(len(B))], A, alpha=sign)
+                local(self.layers[path].weight).addmm_(B[owned(len(B))], A, alpha=sign)
             if sign < 0:
                 super().step()
 
@@ -852,7 +795,7 @@ class LoRA(DenseAdamW):
         for path, pair in state["adapters"].items():
             for mine, saved in zip(self.adapters[path], pair, strict=True):
                 mine.copy_(saved)
-        super().load_state_dict({k: v for k, v in state.items() if k != "adapters"})
+        super().load_state_dict(state)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -881,11 +824,6 @@ def compute_dtype(device, dtype: str):
     return torch.autocast(device.type, torch.bfloat16, low, cache_enabled=False)
 
 
-def in_float32(device):
-    """Inside, no product is rounded to bfloat16: a logit of 8 moves by less than that in a step."""
-    return torch.autocast(device.type, enabled=False)
-
-
 def micro_batches(samples, size: int) -> list:
     """Lists of at most `size` samples, of like lengths so that little is padding."""
     ordered = sorted(samples, key=lambda s: len(s.prompt) + len(s.completion))
@@ -895,8 +833,8 @@ def micro_batches(samples, size: int) -> list:
 def response_hidden(model, samples, device):
     """Final hidden states that predict the generated tokens, [n, H], and those tokens, [n].
 
-    Rows are padded on the right: a causal model then needs no mask, and what is prompt, answer or
-    padding is known by position.  No token's value ever decides what is in the loss.
+    Rows are padded on the right: a causal model then needs no mask.  What is prompt, answer or
+    padding is known by position; no token's value decides what is in the loss.
     """
     rows = [torch.tensor(s.prompt + s.completion) for s in samples]
     ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).to(device)  # [B, L]
@@ -911,10 +849,7 @@ def response_hidden(model, samples, device):
 
 def policy_head(model):
     """The function hidden [n, H] -> logits [n, V], with what some families do after the product.
-
-    The head is frozen; of a sharded one the weight is gathered here, once, and kept as long as the
-    function is.  All ranks must call.
-    """
+    A sharded head is gathered here, and kept as long as the function is; all ranks must call."""
     head, config = model.get_output_embeddings(), model.config.get_text_config()
     W, bias = whole(head.weight), None if head.bias is None else whole(head.bias)
     scale = getattr(config, "logit_scale", None) or 1.0  # Cohere
@@ -932,11 +867,11 @@ def policy_head(model):
 def blockwise_attention(module, query, key, value, mask, scaling, softcap=None, **_):
     """Softmax attention in plain operations, so that forward-mode AD goes through it.
 
-    query [B, heads, L, d], key and value [B, kv_heads, L, d], mask added to the scores.  In blocks
-    of 128 queries: no scores [heads, L, L], nor their tangent, exist for a whole sequence.
+    query [B, heads, L, d], key and value [B, kv_heads, L, d], mask added to the scores, which exist
+    for 128 queries at a time.
     """
     repeats = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+    key, value = (x.repeat_interleave(repeats, 1) for x in (key, value))
     blocks = []
     for start in range(0, query.shape[2], 128):
         scores = query[:, :, start : start + 128] @ key.transpose(2, 3) * scaling
@@ -956,10 +891,10 @@ def probe_mode(model, sketches=None):
     ALL_ATTENTION_FUNCTIONS.register("logra_probe", blockwise_attention)
     ALL_MASK_ATTENTION_FUNCTIONS.register("logra_probe", eager_mask)
     before, experts = model.config._attn_implementation, model.config._experts_implementation
-    model.set_attn_implementation("logra_probe")
-    if experts:  # of a mixture: their grouped product has no forward mode either
-        model.set_experts_implementation("eager")
     try:
+        model.set_attn_implementation("logra_probe")
+        if experts:  # of a mixture: their grouped product has no forward mode either
+            model.set_experts_implementation("eager")
         if sketches:
             sketches.probing = True
         yield
@@ -971,6 +906,14 @@ def probe_mode(model, sketches=None):
             sketches.probing = False
 
 
+def probe_states(model, probe, micro_batch, sketches=None) -> list:
+    """Final hidden states [n, H] of the probe by probe_mode, one tensor a micro-batch."""
+    with probe_mode(model, sketches):
+        passes = in_step(micro_batches(probe, micro_batch))
+        hidden = [(response_hidden(model, batch, model.device)[0], n) for batch, n in passes]
+    return [h for h, counts in hidden if counts]
+
+
 def phi(x):
     """e^x - 1 - x, without the cancellation near 0: a series where |x| < 0.1."""
     series = x * x * (1 / 2 + x * (1 / 6 + x * (1 / 24 + x * (1 / 120 + x / 720))))
@@ -978,17 +921,14 @@ def phi(x):
 
 
 def centred_change(z, dz, temperature):
-    """p = softmax(z / T) and u = (z' - E_p z') / T, both [n, V]: what the two predictors share."""
+    """p = softmax(z / T) and u = (z' - E_p z') / T, all [n, V]; z' is the derivative of z."""
     p = (z / temperature).softmax(-1)
     u = dz / temperature
     return p, u - (p * u).sum(-1, keepdim=True)
 
 
 def quadratic_kl(z, dz, temperature):
-    """KL of a step of 1 to second order, summed over positions: Var_p(z' / T) / 2.
-
-    z, dz [n, V]: logits and their derivative; p = softmax(z / T).
-    """
+    """KL of a step of 1 to second order, summed over positions: Var_p(z' / T) / 2."""
     p, u = centred_change(z, dz, temperature)
     return (p * u.square()).sum() / 2
 
@@ -996,12 +936,12 @@ def quadratic_kl(z, dz, temperature):
 def linearised_kl(z, dz, temperature, steps):
     """KL(p || softmax((z + a z') / T)) for each a in steps, summed over positions.
 
-    The softmax is kept whole, only the network is linearised.  With u = (z' - E_p z') / T it is
-    log(1 + sum_v p_v phi(a u_v)), which cannot be negative; the naive form is worthless below 1e-6.
+    The softmax is kept whole, only the network is linearised: log(1 + sum_v p_v phi(a u_v)), which
+    cannot be negative; the naive form is worthless below 1e-6.
     """
     p, u = centred_change(z, dz, temperature)
-    sums = [(p * phi((a * u).clamp(max=80))).sum(-1).log1p().sum() for a in steps]
-    return torch.stack(sums)
+    kls = [(p * phi((a * u).clamp(max=80))).sum(-1).log1p().sum() for a in steps]
+    return torch.stack(kls)
 
 
 def exact_kl(z, z_after, temperature):
@@ -1014,56 +954,44 @@ def exact_kl(z, z_after, temperature):
 def predict_kl(model, sketches, probe, temperature=1.0, steps=None, micro_batch=1, chunk=None):
     """The KL that W - a U A would cause, from one forward-mode pass over all layers at once.
 
-    probe: Samples; steps: None for the quadratic predictor, or the grid of a at which the KL of
-    the linearised policy is taken.  sketches: None (a dense control) predicts nothing.
+    probe: Samples.  steps: None for the quadratic predictor, or the grid of a at which the KL of
+    the linearised policy is taken.  sketches: None (a control) predicts nothing.
     Returns the curve (list of a, list of mean KL per generated token) and the probe's final hidden
     states, from which realised_kl tells later what came of it.
     Memory: `micro_batch` answers in the model, `chunk` positions in the head.
     """
-    device, total, count = model.device, 0.0, 0
-    with probe_mode(model, sketches), forward_ad.dual_level():
-        passes = in_step(micro_batches(probe, micro_batch), device)
-        hidden = [(response_hidden(model, batch, device)[0], counts) for batch, counts in passes]
-        hidden = [h for h, counts in hidden if counts]  # [n, H] each, dual
+    total = 0.0
+    predictor = functools.partial(linearised_kl, steps=steps) if steps else quadratic_kl
+    with forward_ad.dual_level():
+        hidden = probe_states(model, probe, micro_batch, sketches)
         hidden_before = [forward_ad.unpack_dual(h).primal for h in hidden]
         if not sketches:
             return None, hidden_before
         head = policy_head(model)  # gathered when the layers are done
-        chunks = (part for states in hidden for part in states.split(chunk or head.chunk))
-        for h in chunks:
-            with in_float32(device):
+        for h in (part for states in hidden for part in states.split(chunk or head.chunk)):
+            # A logit of 8 moves by less than bfloat16 can tell
+            with compute_dtype(model.device, "float32"):
                 pair = forward_ad.unpack_dual(head(h.float()).float())  # z, z' [chunk, V]
-            if steps is None:
-                total = total + quadratic_kl(*pair, temperature)[None]
-            else:
-                total = total + linearised_kl(*pair, temperature, steps)
-            count += len(h)
+            total = total + predictor(*pair, temperature)
             del pair
-    sums = rank_sum(torch.cat([total.double(), total.new_tensor([count]).double()]))
-    return (list(steps or [1.0]), (sums[:-1] / sums[-1]).tolist()), hidden_before
+    kls = rank_mean(total.view(-1), sum(map(len, hidden)))
+    return (list(steps or [1.0]), kls), hidden_before
 
 
 @torch.no_grad()
 def realised_kl(model, probe, hidden_before, temperature=1.0, micro_batch=1, chunk=None) -> float:
     """KL(before || after), mean per generated token of the probe, by the same path as predict_kl.
-
-    The head is frozen, so logits before the step are made again from its hidden states.
-    """
-    with probe_mode(model):
-        passes = in_step(micro_batches(probe, micro_batch), model.device)
-        hidden = [(response_hidden(model, batch, model.device)[0], n) for batch, n in passes]
-    hidden_after = [h for h, counts in hidden if counts]
+    The head is frozen, so logits before the step are made again from its hidden states."""
+    hidden_after = probe_states(model, probe, micro_batch)
     head, total = policy_head(model), 0.0  # gathered when the layers are done
-    for before, after in zip(hidden_before, hidden_after, strict=True):
-        chunks = (h.split(chunk or head.chunk) for h in (before, after))
-        for h, h_after in zip(*chunks, strict=True):
-            with in_float32(model.device):
-                z, z_after = head(h.float()).float(), head(h_after.float()).float()
+    for pair in zip(hidden_before, hidden_after, strict=True):
+        for hs in zip(*(h.split(chunk or head.chunk) for h in pair), strict=True):
+            with compute_dtype(model.device, "float32"):
+                z, z_after = (head(h.float()).float() for h in hs)
             total += exact_kl(z, z_after, temperature).item()
             del z, z_after
-    sums = torch.tensor([total, sum(map(len, hidden_before))], dtype=torch.float64)
-    total, count = rank_sum(sums.to(model.device)).tolist()
-    return total / count
+    total = torch.tensor([total], dtype=torch.float64, device=model.device)
+    return rank_mean(total, sum(map(len, hidden_before)))[0]
 
 
 def interpolate(x, xs, ys, slope):
@@ -1085,15 +1013,15 @@ class KLControl:
     """The KL budget of each update, and the step that spends it (the paper's values).
 
     budget -> final_budget: cosine over `updates` updates, both ends included; constant after.
-    alpha_max bounds the step.  enabled=False always takes a step of 1.
+    enabled=False always takes a step of 1.
     mismatch: how much trainer and engine differ before any step, an average of what observe() is
     told; it is taken off the budget, down to one half.
+    baseline: of running_mean_advantages, kept here to be saved with the mismatch.
     """
 
     def __init__(self, budget=2e-4, final_budget=2e-5, updates=300, alpha_max=3.0, enabled=True):
         self.ends, self.updates, self.alpha_max = (budget, final_budget), updates, alpha_max
-        self.enabled, self.mismatch = enabled, 0.0
-        self.baseline = None  # of running_mean_advantages; it is saved with the mismatch
+        self.enabled, self.mismatch, self.baseline = enabled, 0.0, None
 
     def budget(self, update: int) -> float:
         """The KL per token that update number `update` (from 0) may spend."""
@@ -1120,10 +1048,8 @@ class KLControl:
         return min(self.alpha_max, interpolate(self.budget(update), kls, steps, 1 / 2))
 
     def excess(self, realised: float, update: int) -> float:
-        """The share of a step to take back, at most .9, for its realised KL to be the budget.
-
-        0 within the budget.  Raises FloatingPointError if the realised KL is not finite.
-        """
+        """The share of a step to take back, 0 to .9, so that its realised KL is the budget.
+        Raises FloatingPointError if the realised KL is not finite."""
         if not realised < math.inf:
             raise FloatingPointError(f"the realised KL of update {update} is {realised}")
         excess = realised > self.budget(update)
@@ -1140,11 +1066,8 @@ class KLControl:
 
 
 def group_advantages(rewards: torch.Tensor, divide_by_std: bool = True) -> torch.Tensor:
-    """Advantages [P, G] of the G answers to each of P prompts (GRPO 2402.03300, 4.1).
-
-    (reward - mean) / std of the group; without the std: Dr. GRPO.  A group of equal rewards, or
-    of one answer, teaches nothing and gets exactly 0.
-    """
+    """Advantages [P, G] of the G answers to each of P prompts: (reward - mean) / std of the group
+    (GRPO 2402.03300, 4.1), or without the std (Dr. GRPO 2503.20783).  Equal rewards get exactly 0."""
     rewards = rewards.double()
     centred = rewards - rewards.mean(1, keepdim=True)
     std = rewards.std(1, correction=0, keepdim=True)
@@ -1159,8 +1082,7 @@ def running_mean_advantages(rewards: torch.Tensor, baseline: float | None, weigh
     of the answers it judges (a choice of ours).  None: the first step is judged by its own mean.
     """
     rewards = rewards.double()
-    total = rank_sum(torch.stack([rewards.sum(), rewards.new_tensor(rewards.numel())]))
-    mean = (total[0] / total[1]).item()
+    (mean,) = rank_mean(rewards.sum()[None], rewards.numel())
     baseline = mean if baseline is None else baseline
     centred = rewards - baseline
     signal = centred.abs() > 1e-9 * max(abs(baseline), rewards.abs().max())  # above rounding
@@ -1168,10 +1090,8 @@ def running_mean_advantages(rewards: torch.Tensor, baseline: float | None, weigh
 
 
 def token_logprobs(hidden, head, ids, temperature, chunk=512):
-    """log p(ids) [n] under softmax(head(hidden) / T), hidden [n, H].
-
-    `chunk` positions at a time, made again in backward: no [n, V] matrix ever exists.
-    """
+    """log p(ids) [n] under softmax(head(hidden) / T), hidden [n, H].  `chunk` positions at a time,
+    made again in backward: no [n, V] matrix ever exists."""
 
     def logprobs(h, i):
         z = head(h).float() / temperature  # [chunk, V]
@@ -1182,7 +1102,7 @@ def token_logprobs(hidden, head, ids, temperature, chunk=512):
     return torch.cat([again(h, i) for h, i in pieces])
 
 
-def policy_loss(logp, old_logp, engine_logp, advantages, clip_low, clip_high, max_weight=2.0):
+def policy_loss(logp, old_logp, engine_logp, advantages, clip_low, clip_high):
     """The loss SUMMED over tokens; all arguments [n], one entry a generated token.
 
         ratio = exp(logp - old_logp)                       1 at the first update of a batch
@@ -1193,7 +1113,7 @@ def policy_loss(logp, old_logp, engine_logp, advantages, clip_low, clip_high, ma
     be divided once by their number, its token-level loss (3.3).
     """
     ratio = (logp - old_logp).exp()
-    weight = (old_logp - engine_logp).exp().clamp(max=max_weight)
+    weight = (old_logp - engine_logp).exp().clamp(max=2)
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
     return -(weight * torch.minimum(ratio * advantages, clipped * advantages)).sum()
 
@@ -1206,8 +1126,8 @@ def policy_loss(logp, old_logp, engine_logp, advantages, clip_low, clip_high, ma
 def hide_broken_packages() -> None:
     """Make Python believe that torchvision and its kin are absent, where importing them fails.
 
-    Beside a CPU build of torch, pip installs a torchvision built for CUDA; importing it raises and
-    takes transformers and vLLM down.  Both do without it.  Call before importing either.
+    Beside a CPU build of torch, pip installs a torchvision built for CUDA, which takes transformers
+    and vLLM down; both do without it.  Call before importing either.
     """
     for name in ("torchvision", "torchaudio", "torchcodec"):
         try:
@@ -1227,20 +1147,17 @@ class SketchSync:
     """
 
     def sync_weights(self, weights, settings: dict, ranks: int) -> None:
-        """Take the trainer's float32 weights, pairs (path, W): at the start, and for --sync full.
-
-        ranks: how many hold the trainer's rows.  Raises StopRun if a layer is not in this
-        engine or has another shape.
-        """
-        self.logra_settings, self.logra_ranks, self.logra_masters = settings, ranks, {}
+        """Take the trainer's float32 weights, pairs (path, W), whose rows so many ranks hold.
+        Raises StopRun if a layer is not in this engine or has another shape."""
+        self.logra_settings, self.logra_ranks, self.logra_layers = settings, ranks, {}
         modules = dict(self.get_model().named_modules())
         for path, W in weights:
-            view = engine_rows(self.get_model(), modules, path)
-            if view.shape != W.shape:
-                raise StopRun(f"{path}: engine {list(view.shape)}, trainer {list(W.shape)}")
-            same = view.dtype == W.dtype
-            self.logra_masters[path] = view if same else W.detach().to("cpu", copy=True)
-            view.copy_(W)
+            rows = engine_rows(self.get_model(), modules, path)
+            if rows.shape != W.shape:
+                raise StopRun(f"{path}: engine {list(rows.shape)}, trainer {list(W.shape)}")
+            same = rows.dtype == W.dtype
+            self.logra_layers[path] = rows, rows if same else W.detach().to("cpu", copy=True)
+            rows.copy_(W)
 
     def sync_factors(self, factors: dict, update: int, back: float = 0.0) -> None:
         """W <- W - F A for {path: F}, A redrawn from the number of the update, then round.
@@ -1248,38 +1165,33 @@ class SketchSync:
         back: the share of the step that the trainer took back, in the same two products.
         Raises StopRun, before anything is written, unless every target layer would be.
         """
-        rank, masters = self.logra_settings["rank"], self.logra_masters
-        wanted = {(path, (len(W), rank)) for path, W in masters.items()}
+        layers, rank = self.logra_layers, self.logra_settings["rank"]
+        wanted = {(path, (len(master), rank)) for path, (_, master) in layers.items()}
         if wrong := wanted ^ {(path, tuple(factor.shape)) for path, factor in factors.items()}:
             raise StopRun(f"factors and target layers differ: {sorted(wrong)}")
-        modules, projections = dict(self.get_model().named_modules()), {}
+        widths = (master.shape[1] for _, master in layers.values())
+        like = next(iter(factors.values())).float()  # the product is made where the trainer made it
+        A = draw_projections(widths, update, like, **self.logra_settings)
         for path, factor in factors.items():
-            view, master = engine_rows(self.get_model(), modules, path), self.logra_masters[path]
-            d_in = master.shape[1]
-            W = master.to(factor.device)  # the product is made where the trainer made it
-            if d_in not in projections:
-                projections[d_in] = draw_projection(d_in, update, W, **self.logra_settings)
-            for part in (factor, taken_back(factor, back)) if back else (factor,):
-                subtract_factor(W, part, projections[d_in], self.logra_ranks)
-            for copy in (master, view):
-                if copy.data_ptr() != W.data_ptr():
-                    copy.copy_(W)
+            rows, master = layers[path]
+            W = master.to(like.device)
+            for share in (1, -back) if back else (1,):
+                subtract_factor(W, factor, A[W.shape[1]], share, self.logra_ranks)
+            for copy in (master, rows):  # either may be W itself
+                copy.copy_(W)
 
     def sync_read(self) -> dict:
         """{path: weights} as the engine computes with them."""
-        modules = dict(self.get_model().named_modules())
-        return {p: engine_rows(self.get_model(), modules, p).clone() for p in self.logra_masters}
+        return {path: rows.clone() for path, (rows, _) in self.logra_layers.items()}
 
 
-def engine_rows(engine_model, modules: dict, path: str) -> torch.Tensor:
+def engine_rows(model, modules: dict, path: str) -> torch.Tensor:
     """The rows of vLLM's parameter for the layer `path`; q, k, v and gate, up are fused there.
-
-    Raises StopRun if there is no such layer.
-    """
+    Raises StopRun if there is no such layer."""
     if path in modules:
         return modules[path].weight.data
     parent, _, leaf = path.rpartition(".")
-    for fused, parts in getattr(engine_model, "packed_modules_mapping", {}).items():
+    for fused, parts in getattr(model, "packed_modules_mapping", {}).items():
         module = modules.get(f"{parent}.{fused}")
         if leaf in parts and module is not None:
             sizes, i = module.output_partition_sizes, parts.index(leaf)
@@ -1292,12 +1204,10 @@ class VLLMGenerator:
 
     generate(prompts, seeds, ...) -> Samples, one for each prompt and seed
     update(factors, update, back)    W -= F A in the engine, but for a share that is taken back
-    load(weights)                    the weights whole, pairs (path, W)
+    load(weights)                    the target weights whole, pairs (path, W)
     """
 
-    def __init__(
-        self, model_dir, eos_ids, max_length, settings, dtype="float32", kv_gib=1.0, alone=False
-    ):
+    def __init__(self, path, eos_ids, max_length, settings, dtype="float32", kv_gib=1, alone=False):
         on_cpu = not torch.cuda.is_available()
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # tensors pass by reference
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -1314,9 +1224,10 @@ class VLLMGenerator:
         if on_cpu:  # or vLLM packs the weights away, and writing to them changes nothing
             layer_utils.dispatch_cpu_unquantized_gemm = plain_cpu_linear
         self.vllm, self.eos_ids, self.settings = vllm, list(eos_ids), settings
+        # Alone no trainer needs the GPU meanwhile
         self.can_sleep, self.asleep = not (on_cpu or alone), False
         self.llm = vllm.LLM(
-            str(model_dir),
+            str(path),
             dtype=dtype,
             seed=0,
             max_model_len=max_length,
@@ -1326,7 +1237,7 @@ class VLLMGenerator:
             enforce_eager=on_cpu,
             kv_cache_memory_bytes=int(kv_gib * 2**30),
             gpu_memory_utilization=0.01,  # no share of the GPU is claimed beyond what is used
-            enable_sleep_mode=self.can_sleep,  # it makes room on the GPU while the trainer works
+            enable_sleep_mode=self.can_sleep,
             logprobs_mode="processed_logprobs",  # after the temperature: what was sampled from
             generation_config="vllm",  # not the model's: every sampling field is set below
             skip_tokenizer_init=True,
@@ -1340,7 +1251,6 @@ class VLLMGenerator:
         if not prompts:
             return []
         self.wake()
-        self.llm.reset_prefix_cache()  # so that what came before cannot matter, not even by a bit
         fixed = dict.fromkeys(("min_p", "presence_penalty", "frequency_penalty"), 0.0)
         fixed |= {"top_p": 1.0, "top_k": 0, "repetition_penalty": 1.0, "temperature": temperature}
         fixed |= {"logprobs": 0, "flat_logprobs": True, "detokenize": False}
@@ -1357,31 +1267,29 @@ class VLLMGenerator:
         ]
 
     def wake(self) -> None:
-        """The weights must be on the GPU before they are read or written."""
+        """With its weights on the GPU, and no keys and values: the weights may be others, and what
+        came before must not matter, not even by a bit."""
         if self.asleep:
             self.llm.wake_up()
         self.asleep = False
+        self.llm.reset_prefix_cache()
+
+    def call(self, method: str, *args):
+        """A method of SketchSync."""
+        self.wake()
+        return self.llm.collective_rpc(method, args=args)[0]
 
     def update(self, factors: dict, update: int, back: float = 0.0) -> None:
-        """Apply one update by its factors."""
-        self.wake()
-        self.llm.collective_rpc("sync_factors", args=(factors, update, back))
-        self.llm.reset_prefix_cache()  # keys and values of the old weights
+        self.call("sync_factors", factors, update, back)
 
     def load(self, weights, ranks=None) -> None:
-        """Replace the target weights whole; weights: pairs (path, W), one gathered at a time.
-
-        ranks: the number that holds the trainer's rows (default: all).
-        """
-        self.wake()
+        """Weights are gathered one at a time.  ranks: how many hold them (default: all)."""
         pairs = ((path, whole(W)) for path, W in weights)
-        self.llm.collective_rpc("sync_weights", args=(pairs, self.settings, ranks or world()))
-        self.llm.reset_prefix_cache()
+        self.call("sync_weights", pairs, self.settings, ranks or world())
 
     def read(self) -> dict:
         """{path: weights} of the target layers as the engine has them."""
-        self.wake()
-        return self.llm.collective_rpc("sync_read")[0]
+        return self.call("sync_read")
 
 
 def plain_cpu_linear(layer, remove_weight) -> None:
@@ -1403,8 +1311,7 @@ def exchange(wire, message) -> tuple:
 class RemoteGenerator:
     """The same methods, and stop(), on a training rank whose engines are ranks of their own.
 
-    All training ranks call together.  Token ids and seeds go over, token ids and log-probs come
-    back, and after an update the factors in bfloat16 with its number.  crossed: bytes of all that
+    All training ranks call together.  crossed: the bytes that went over the wire and came back
     since generate() was last called.
     """
 
@@ -1413,51 +1320,42 @@ class RemoteGenerator:
         self.ask("start", *engine)
 
     def ask(self, *request) -> list:
-        """The requests of all training ranks, which the generation ranks have heard."""
-        requests, size = exchange(self.wire, request)
+        """What all ranks say while this one makes its request."""
+        said, size = exchange(self.wire, request)
         self.crossed += size
-        return requests[: world()]
+        return said
 
     def generate(self, prompts, seeds, max_new_tokens, temperature=1.0) -> list:
         """As VLLMGenerator.generate: the prompts of all training ranks, split among engines."""
         self.crossed = 0
         asked = self.ask("generate", max_new_tokens, temperature, prompts, seeds)
-        answers, size = exchange(self.wire, None)
-        self.crossed += size
-        answers = [answer for part in answers[world() :] for answer in part]
+        answers = [answer for part in self.ask()[world() :] for answer in part]
         start = sum(len(request[-1]) for request in asked[: my_rank()])
         answers = answers[start : start + len(prompts)]
         return [Sample(ids, *answer) for ids, answer in zip(prompts, answers, strict=True)]
 
+    def send(self, verb: str, tensors: dict, *numbers) -> None:
+        """Ask, and broadcast the tensors from rank 0, one gathered at a time."""
+        self.ask(verb, {path: (tuple(x.shape), x.dtype) for path, x in tensors.items()}, *numbers)
+        for x in tensors.values():
+            self.wire.broadcast(x := whole(x).cpu().contiguous(), 0).wait()
+            self.crossed += x.numel() * x.element_size()
+
     def update(self, factors: dict, update: int, back: float = 0.0) -> None:
-        """Send the factors, the number of the update and the share that is taken back."""
-        self.ask("update", {path: tuple(f.shape) for path, f in factors.items()}, update, back)
-        self.send(factors.items())
+        self.send("update", factors, update, back)
 
     def load(self, weights) -> None:
-        """Send the weights whole, one gathered at a time."""
-        weights = list(weights)
-        self.ask("load", {path: tuple(W.shape) for path, W in weights}, world())
-        self.send((path, whole(W)) for path, W in weights)
-
-    def send(self, tensors) -> None:
-        """Broadcast the tensors of pairs (path, tensor) from the first training rank."""
-        for _, tensor in tensors:
-            self.wire.broadcast(tensor := tensor.cpu().contiguous(), 0).wait()
-            self.crossed += tensor.numel() * tensor.element_size()
+        self.send("load", dict(weights), world())
 
     def stop(self) -> None:
         self.ask("stop")
 
 
 def serve(wire, start) -> None:
-    """What a generation rank does: start an engine by start(...), generate, update, until "stop".
+    """What a generation rank does: start an engine by start(...), generate, update, until "stop"."""
 
-    Whatever raises here ends this rank, and torchrun then the others.
-    """
-
-    def receive(shapes, dtype):
-        for path, shape in shapes.items():
+    def receive(announced):
+        for path, (shape, dtype) in announced.items():
             wire.broadcast(tensor := torch.empty(shape, dtype=dtype), 0).wait()
             yield path, tensor.to(device)
 
@@ -1474,11 +1372,9 @@ def serve(wire, start) -> None:
             samples = generator.generate(prompts[share], seeds[share], *args[:2])
             exchange(wire, [(s.completion, s.logprobs, s.finished) for s in samples])
         elif verb == "update":
-            shapes, *numbers = args
-            generator.update(dict(receive(shapes, torch.bfloat16)), *numbers)
+            generator.update(dict(receive(args[0])), *args[1:])
         elif verb == "load":
-            shapes, ranks = args
-            generator.load(receive(shapes, torch.float32), ranks)
+            generator.load(receive(args[0]), *args[1:])
         else:
             return
 
@@ -1574,15 +1470,16 @@ def peak_gib() -> float:
 def backward(model, samples, config, first: bool):
     """Add the policy gradient of the samples, a SUM over their tokens, to S.
 
-    At the first update of a batch the trainer's log-probs become the old ones of the ratio.
-    Returns then the mean of log p_engine - log p_trainer over tokens of finished samples, or None.
+    At the first update of a batch the trainer's log-probs become the old ones of the ratio, and the
+    mean of log p_engine - log p_trainer over tokens of finished samples is returned, else None.
     """
-    device, differences = model.device, []
-    for micro, counts in in_step(micro_batches(samples, config.micro_batch), device):
+    device = model.device
+    differences = [torch.empty(0, device=device)]
+    for micro, counts in in_step(micro_batches(samples, config.micro_batch)):
         lengths = [len(s.completion) for s in micro]
         with compute_dtype(device, config.dtype):
             hidden, ids = response_hidden(model, micro, device)  # [n, H], [n]
-            leaf = hidden.detach().requires_grad_()  # the head's backward ends here, see below
+            leaf = hidden.detach().requires_grad_()  # where the head's backward ends
             head = policy_head(model)
             logp = token_logprobs(leaf, head, ids, config.temperature, head.chunk)  # [n]
         engine = torch.tensor([x for s in micro for x in s.logprobs], device=device)
@@ -1590,45 +1487,42 @@ def backward(model, samples, config, first: bool):
             for s, old in zip(micro, logp.detach().split(lengths), strict=True):
                 s.old_logprobs = old
             heard = [s.finished and s.advantage != 0 for s in micro for _ in s.completion]
-            ended = torch.tensor(heard, device=device)
-            differences.append((engine - logp.detach())[ended])
+            differences.append((engine - logp.detach())[torch.tensor(heard, device=device)])
         old = torch.cat([s.old_logprobs for s in micro])
         advantages = torch.tensor([s.advantage for s in micro for _ in s.completion], device=device)
-        advantages = advantages * counts  # a pass more than it has adds nothing
+        advantages = advantages * counts  # a repeated batch adds nothing
         policy_loss(logp, old, engine, advantages, config.clip_low, config.clip_high).backward()
         del logp, head  # the head's weight and logits are gone before the layers run backward
         hidden.backward(leaf.grad)
-    finished = torch.cat(differences) if differences else torch.empty(0)
-    sums = torch.tensor([finished.sum().item(), len(finished)], dtype=torch.float64, device=device)
-    total, count = rank_sum(sums).tolist()
-    return total / count if count else None
+    found = torch.cat(differences)
+    mean = rank_mean(found.sum()[None], len(found))
+    return mean[0] if mean else None
 
 
 def grpo(model, generator, optimizer, control, draw, reward, config, first_step=0):
     """Yield one dict of metrics after every update: a step is one batch, updated once or more.
 
-    With several ranks each takes its share of the prompts, and every sum runs over all of them.
-
-    draw(step) -> [(index, token ids, row)], the prompts of a step; reward(sample) -> float.
-    config: an object with the fields of train.Config that are read below, such as steps, seed,
-    group_size, temperature, micro_batch, clip_low.
+    draw(step) -> [(index, token ids, row)], the prompts of a step, of which each rank takes its
+    share.  reward(sample) -> float.  config: the fields of train.Config that are read below.
     Everything random follows from (seed, step, prompt, sample) and the number of the update, so a
     run that starts again at first_step with the same weights and optimizer is the same run.
     """
-    sketches = getattr(optimizer, "sketches", None)  # None: the dense control
+    sketches = getattr(optimizer, "sketches", None)  # None: a control without them
     layers = sketches.layers if sketches else optimizer.layers
     weights = {path: module.weight for path, module in layers.items()}
-    compute = functools.partial(compute_dtype, model.device, config.dtype)
-    kl = {"temperature": config.temperature, "micro_batch": config.micro_batch}
     grid = control.grid() if config.kl_predictor == "linearised" else None
+    compute = compute_dtype(model.device, config.dtype)
+    kl = {"temperature": config.temperature, "micro_batch": config.micro_batch}
+    predict = compute(functools.partial(predict_kl, model, sketches, steps=grid, **kl))
+    measure = compute(functools.partial(realised_kl, model, **kl))
 
     for step in range(first_step, config.steps):
         clock = Clock()
         # 1  G answers to each prompt, scored
-        share = draw(step)[my_rank() :: world()]
+        share, failure = draw(step)[my_rank() :: world()], None
         prompts = [(*prompt, g) for prompt in share for g in range(config.group_size)]
         seeds = [stable_seed("sample", config.seed, step, index, g) for index, _, _, g in prompts]
-        ids, failure = [ids for _, ids, _, _ in prompts], None
+        ids = [ids for _, ids, _, _ in prompts]
         try:
             samples = generator.generate(ids, seeds, config.max_new_tokens, config.temperature)
             for sample, (index, _, row, _) in zip(samples, prompts, strict=True):
@@ -1642,105 +1536,88 @@ def grpo(model, generator, optimizer, control, draw, reward, config, first_step=
         # 2  who beat the group
         rewards = torch.tensor([s.reward for s in samples], dtype=torch.float64)
         rewards = rewards.view(-1, config.group_size)  # [P, G]
-        advantages = group_advantages(rewards, config.divide_by_std)
         if config.advantage == "running_mean":
             there = rewards.to(model.device)
             advantages, control.baseline = running_mean_advantages(there, control.baseline)
+        else:
+            advantages = group_advantages(rewards, config.divide_by_std)
         covered = [s for s in samples if s.finished or not config.mask_truncated]  # by the loss
         for sample, advantage in zip(samples, advantages.flatten().tolist(), strict=True):
             sample.advantage = advantage * (sample.finished or not config.mask_truncated)
         alive = [s for s in samples if s.advantage]  # the others would add exactly 0
         sums = {
-            "samples": len(samples),
-            "tokens": sum(len(s.completion) for s in samples),
-            "covered": sum(len(s.completion) for s in covered),
-            "alive": len(alive),
-            "dead_groups": (advantages == 0).all(1).sum().item(),
             "reward": rewards.sum().item(),
             "solved": (rewards > 0).sum().item(),
+            "dead_groups": (advantages == 0).all(1).sum().item() * config.group_size,
+            "length": sum(len(s.completion) for s in samples),
             "truncated": sum(not s.finished for s in samples),
         }
-        values = rank_sum(torch.tensor([*sums.values()], dtype=torch.float64, device=model.device))
-        sums = dict(zip(sums, values.tolist(), strict=True))
-        tokens, denominator = sums["tokens"], sums["covered"]  # the one denominator
+        counts = [len(samples), sum(len(s.completion) for s in covered), len(alive)]
+        table = torch.tensor([*sums.values(), *counts], dtype=torch.float64, device=model.device)
+        *totals, answers, denominator, signals = rank_sum(table).tolist()
+        metrics = {name: x / answers for name, x in zip(sums, totals, strict=True)}
         if config.denominator == "constant":  # Dr. GRPO (2503.20783)
-            denominator = sums["samples"] * config.max_new_tokens
+            denominator = answers * config.max_new_tokens
         probe = [
-            dataclasses.replace(s, completion=s.completion[:4096])  # the paper's bound
+            replace(s, completion=s.completion[:4096])  # the paper's bound
             for s in samples[:: config.group_size][: config.probe_responses]
         ]
-        metrics = {
-            "reward": sums["reward"] / sums["samples"],
-            "solved": sums["solved"] / sums["samples"],
-            "dead_groups": sums["dead_groups"] * config.group_size / sums["samples"],
-            "length": tokens / sums["samples"],
-            "truncated": sums["truncated"] / sums["samples"],
-        }
+        repeats = config.updates_per_batch if signals else 1
 
-        for repeat in range(config.updates_per_batch if sums["alive"] else 1):
-            update, alpha, predicted, realised, sent = optimizer.update, 0.0, None, None, 0
-            back = 0.0
-            # 3  adds dY^T (X A^T) to S
-            if sums["alive"]:
+        for repeat in range(repeats):
+            update, alpha, back, sent = optimizer.update, 0.0, 0.0, {}
+            curve = realised = None
+            if signals:
+                # 3  adds dY^T (X A^T) to S
                 difference = backward(model, alive or samples[:1], config, first=repeat == 0)
                 if difference is not None:
                     control.observe(difference)
-            clock.lap("train")
-
-            if sums["alive"]:
+                clock.lap("train")
                 # 4  a direction U of size update_ratio
                 optimizer.propose(denominator)
                 clock.lap("update")
                 # 5  how far the KL budget lets it go
                 check = config.kl_check_every and update % config.kl_check_every == 0
                 check = check or config.verify_step
-                curve, alpha = None, 1.0
                 if sketches or check:
-                    with compute():
-                        curve, before = predict_kl(model, sketches, probe, steps=grid, **kl)
-                if sketches:
-                    alpha = control.scale(curve, update)
+                    curve, before = predict(probe)
+                alpha = control.scale(curve, update) if curve else 1.0
                 clock.lap("probe")
                 # 6  W -= F A, F = alpha U rounded; a new A
                 factors = optimizer.step(alpha)
                 clock.lap("update")
                 if check:
-                    with compute():
-                        realised = realised_kl(model, probe, before, **kl)
+                    realised = measure(probe, before)
                 if config.verify_step and (back := control.excess(realised, update)):
                     optimizer.take_back(factors, back)
                     alpha *= 1 - back
-                    with compute():
-                        realised = realised_kl(model, probe, before, **kl)
-                predicted = kl_at(curve, alpha) if sketches else None
+                    realised = measure(probe, before)
                 clock.lap("probe")
                 # 7  send the factor and a number, not W
+                sent = factors if config.sync == "factors" else weights
                 if config.sync == "factors":
                     generator.update(factors, update, back)
                 else:
                     generator.load(weights.items())
-                sent = factors if config.sync == "factors" else weights
-                sent = sum(x.numel() * x.element_size() for x in sent.values())
                 clock.lap("sync")
 
             yield {
                 "step": step + 1,
                 "update": optimizer.update,
                 **metrics,
-                "kl_predicted": predicted,
+                "kl_predicted": kl_at(curve, alpha) if curve else None,
                 "kl_realised": realised,
                 "alpha": alpha,
                 "budget": control.budget(update),
                 "mismatch": control.mismatch,
                 "update_ratio": alpha * optimizer.param_groups[0].get("update_ratio", 0.0),
-                "grad_sketch_norm": optimizer.sketch_norm if sums["alive"] else 0.0,
-                "sync_bytes": sent,
+                "grad_sketch_norm": optimizer.sketch_norm if signals else 0.0,
+                "sync_bytes": sum(x.numel() * x.element_size() for x in sent.values()),
                 "wire_bytes": getattr(generator, "crossed", 0),  # to and from generation ranks
-                "tokens_per_second": tokens / sum(clock.seconds.values()),
+                "tokens_per_second": answers * metrics["length"] / sum(clock.seconds.values()),
                 "peak_gib": peak_gib(),
                 "seconds": clock.seconds,
                 "samples": samples,
-                "last": not sums["alive"]
-                or repeat == config.updates_per_batch - 1,  # of this batch
+                "last": repeat == repeats - 1,  # of this batch
             }
             clock = Clock()

@@ -289,7 +289,7 @@ def test_signs_are_exactly_one_over_root_r(r, d_in):
 def test_projection_never_changes_silently():
     """Golden bits: a checkpoint made by an older logra.py goes on with the same A."""
     assert logra.stable_seed("a", 1, "b") == 3159813902661208101
-    seed = logra.projection_seed(7, 3, "in_features=5")
+    seed = logra.stable_seed("projection", 7, 3, "in_features=5")
     assert seed == 5683219885378934218
     A = logra.make_projection(3, 5, seed)
     assert ["".join("+" if x > 0 else "-" for x in row) for row in A] == ["---+-", "-++--", "+---+"]
@@ -2253,7 +2253,7 @@ def test_an_engine_takes_back_in_the_blocks_of_two_ranks():
     shards = [part.clone() for part in W.chunk(2)]
     for update in range(3):
         factor, back = torch.randn(97, 8).bfloat16(), 0.37
-        A = logra.draw_projection(64, update, W, **settings)
+        A = logra.draw_projections([64], update, W, **settings)[64]
         for sign, F_part in ((-1, factor), (1, (back * factor.float()).bfloat16())):
             for shard, part in zip(shards, F_part.chunk(2)):
                 shard.addmm_(part.float(), A, alpha=sign)
@@ -4462,7 +4462,8 @@ def reference64(method, parts=1):
         P, D, DA = {}, {}, {}
         for path, w in W.items():
             refresh, last = 2 if method == "adam" else 1, bases.get(path)
-            seed = logra.projection_seed(0, t - 1, f"in_features={w.shape[1]}", refresh)
+            key = ("projection", 0, (t - 1) // refresh, f"in_features={w.shape[1]}")
+            seed = logra.stable_seed(*key)
             P[path] = logra.make_projection(16, w.shape[1], seed, dtype=torch.float64)
             S, bases[path] = G[path] @ P[path].T, P[path]
             D[path], v[path] = row_adam64(S, v[path], t)
@@ -5095,7 +5096,7 @@ def simulate(shape, world_size, method="logra", T=4096, rank=256):
             mock.patch.object(torch.UntypedStorage, "resize_", lambda s, n: tracker.resize_(s, n)),
             mock.patch.object(transformers.masking_utils, "is_tracing", lambda *_: False),
             mock.patch.object(adam, "_default_to_fused_or_foreach", lambda *_, **__: (False, True)),
-            mock.patch.object(logra, "in_step", lambda batches, _: [(b, True) for b in batches]),
+            mock.patch.object(logra, "in_step", lambda batches: [(b, True) for b in batches]),
             mock.patch.object(logra, "check_same", lambda *_: None),
             mock.patch.object(logra, "init_device_mesh", lambda *_: mesh),
             mock.patch.object(torch.Tensor, "tolist", lambda t: [1.0] * t.numel()),
