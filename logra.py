@@ -40,6 +40,7 @@ import math
 import os
 import pickle
 import resource
+import signal
 import sys
 import time
 import weakref
@@ -151,21 +152,23 @@ def start_ranks(generation_ranks: int = 0):
     """
     store, rank, size = next(dist.rendezvous("env://"))
     trainers, wire, here = size - generation_ranks, None, int(os.environ["LOCAL_RANK"])
+    patience = timedelta(hours=1)  # a rank may wait so long for another, that generates or saves
     if rank >= trainers:  # its GPU is the only one that it sees: vLLM takes the first
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
         visible = visible.split(",") if visible else [str(i) for i in range(size)]
         os.environ["CUDA_VISIBLE_DEVICES"] = visible[min(here, len(visible) - 1)]
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
             del os.environ[name]  # the engine is a world of its own
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # it ends when the training ranks do
     elif torch.cuda.is_available():
         torch.cuda.set_device(here)
     if generation_ranks:
         apart = dist.PrefixStore("wire", store)
-        wire = dist.ProcessGroupGloo(apart, rank, size, timedelta(hours=1))
+        wire = dist.ProcessGroupGloo(apart, rank, size, patience)
     if rank < trainers and trainers > 1:
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        store = dist.PrefixStore("train", store)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=trainers)
+        ranks = {"store": dist.PrefixStore("train", store), "rank": rank, "world_size": trainers}
+        dist.init_process_group(backend, timeout=patience, **ranks)
     return wire, rank >= trainers
 
 
@@ -733,7 +736,7 @@ class DenseAdamW(torch.optim.AdamW):
     def state_dict(self) -> dict:
         """As torch.optim's, the moments whole, so that they fit any number of ranks."""
         state = super().state_dict()
-        moments = {i: {k: whole(v) for k, v in m.items()} for i, m in state["state"].items()}
+        moments = {i: {k: whole(v).cpu() for k, v in m.items()} for i, m in state["state"].items()}
         return {**state, "state": moments, "update": self.update}
 
     def load_state_dict(self, state: dict) -> None:
@@ -1298,26 +1301,33 @@ def plain_cpu_linear(layer, remove_weight) -> None:
 
 
 def exchange(wire, message) -> tuple:
-    """What each rank of the wire has to say, in their order, and the bytes of all that."""
+    """What each rank of the wire has to say, in their order, and the bytes of all that.
+
+    Raises StopRun if one of them is gone.
+    """
     mine = torch.frombuffer(bytearray(pickle.dumps(message)), dtype=torch.uint8)
     sizes = [torch.zeros(1, dtype=torch.long) for _ in range(wire.size())]
-    wire.allgather([sizes], [torch.tensor([len(mine)])]).wait()
-    said = [torch.zeros(max(sizes), dtype=torch.uint8) for _ in sizes]
-    padded = F.pad(mine, (0, len(said[0]) - len(mine)))
-    wire.allgather([said], [padded]).wait()
+    try:
+        wire.allgather([sizes], [torch.tensor([len(mine)])]).wait()
+        said = [torch.zeros(max(sizes), dtype=torch.uint8) for _ in sizes]
+        padded = F.pad(mine, (0, len(said[0]) - len(mine)))
+        wire.allgather([said], [padded]).wait()
+    except RuntimeError as error:
+        raise StopRun("another rank is gone, or was silent for an hour") from error
     return [pickle.loads(x.numpy()) for x in said], sum(map(int, sizes))
 
 
 class RemoteGenerator:
     """The same methods, and stop(), on a training rank whose engines are ranks of their own.
 
-    All training ranks call together.  crossed: the bytes that went over the wire and came back
-    since generate() was last called.
+    All training ranks call together.  Raises StopRun, on all of them, if an engine fails.
+    crossed: the bytes of what was said and sent since generate() was last called, each once.
     """
 
     def __init__(self, wire, *engine):
         self.wire, self.crossed = wire, 0
         self.ask("start", *engine)
+        self.answers()
 
     def ask(self, *request) -> list:
         """What all ranks say while this one makes its request."""
@@ -1325,11 +1335,19 @@ class RemoteGenerator:
         self.crossed += size
         return said
 
+    def answers(self) -> list:
+        """What the engines have to say, in their order; words are those of an error."""
+        replies = self.ask()[world() :]
+        for rank, reply in enumerate(replies, world()):
+            if isinstance(reply, str):
+                raise StopRun(f"rank {rank}: {reply}")
+        return [answer for reply in replies for answer in reply]
+
     def generate(self, prompts, seeds, max_new_tokens, temperature=1.0) -> list:
         """As VLLMGenerator.generate: the prompts of all training ranks, split among engines."""
         self.crossed = 0
         asked = self.ask("generate", max_new_tokens, temperature, prompts, seeds)
-        answers = [answer for part in self.ask()[world() :] for answer in part]
+        answers = self.answers()
         start = sum(len(request[-1]) for request in asked[: my_rank()])
         answers = answers[start : start + len(prompts)]
         return [Sample(ids, *answer) for ids, answer in zip(prompts, answers, strict=True)]
@@ -1340,6 +1358,7 @@ class RemoteGenerator:
         for x in tensors.values():
             self.wire.broadcast(x := whole(x).cpu().contiguous(), 0).wait()
             self.crossed += x.numel() * x.element_size()
+        self.answers()
 
     def update(self, factors: dict, update: int, back: float = 0.0) -> None:
         self.send("update", factors, update, back)
@@ -1352,7 +1371,10 @@ class RemoteGenerator:
 
 
 def serve(wire, start) -> None:
-    """What a generation rank does: start an engine by start(...), generate, update, until "stop"."""
+    """What a generation rank does: start an engine by start(...), generate, update, until "stop".
+
+    What goes wrong here is said to the training ranks; if they are gone, it is over.
+    """
 
     def receive(announced):
         for path, (shape, dtype) in announced.items():
@@ -1360,23 +1382,31 @@ def serve(wire, start) -> None:
             yield path, tensor.to(device)
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    while True:
-        asked = [request for request in exchange(wire, None)[0] if request]  # by training ranks
-        verb, *args = asked[0]
-        if verb == "start":
-            generator = start(*args)
-        elif verb == "generate":
-            prompts, seeds = ([x for request in asked for x in request[i]] for i in (3, 4))
-            n, engines, mine = len(prompts), wire.size() - len(asked), wire.rank() - len(asked)
-            share = slice(mine * n // engines, (mine + 1) * n // engines)
-            samples = generator.generate(prompts[share], seeds[share], *args[:2])
-            exchange(wire, [(s.completion, s.logprobs, s.finished) for s in samples])
-        elif verb == "update":
-            generator.update(dict(receive(args[0])), *args[1:])
-        elif verb == "load":
-            generator.load(receive(args[0]), *args[1:])
-        else:
-            return
+    with contextlib.suppress(StopRun):
+        while True:
+            asked = [request for request in exchange(wire, None)[0] if request]  # training ranks'
+            verb, *args = asked[0]
+            if verb == "stop":
+                return
+            tensors, answers = receive(args[0]) if verb in ("update", "load") else (), []
+            try:
+                if verb == "start":
+                    generator = start(*args)
+                elif verb == "update":
+                    generator.update(dict(tensors), *args[1:])
+                elif verb == "load":
+                    generator.load(tensors, *args[1:])
+                else:
+                    prompts, seeds = ([x for request in asked for x in request[i]] for i in (3, 4))
+                    engines, mine = wire.size() - len(asked), wire.rank() - len(asked)
+                    share = slice(*(k * len(prompts) // engines for k in (mine, mine + 1)))
+                    samples = generator.generate(prompts[share], seeds[share], *args[:2])
+                    answers = [(s.completion, s.logprobs, s.finished) for s in samples]
+            except Exception as error:  # noqa: BLE001, the training ranks must hear of it
+                answers = str(error) or repr(error)
+            for _ in tensors:
+                pass  # what is left of them is on its way
+            exchange(wire, answers)
 
 
 class HFGenerator:
@@ -1620,4 +1650,4 @@ def grpo(model, generator, optimizer, control, draw, reward, config, first_step=
                 "samples": samples,
                 "last": repeat == repeats - 1,  # of this batch
             }
-            clock = Clock()
+            clock, generator.crossed = Clock(), 0

@@ -4939,6 +4939,65 @@ def test_generation_ranks_share_the_prompts_and_hear_every_update():
     assert_same_tensors(*(engine.sent[1][0] for engine in engines))
 
 
+class Failing(Listening):
+    """An engine that fails at what its fault names, once it has taken one tensor of several."""
+
+    fault = ""
+
+    def generate(self, *args):
+        if self.fault == "generate":
+            raise AssertionError  # without a word
+        return super().generate(*args)
+
+    def load(self, pairs, ranks):
+        if self.fault == "load":
+            raise ValueError(f"{next(pairs)[0]} is not there")
+        super().load(pairs, ranks)
+
+
+def test_an_engine_that_fails_is_heard_by_the_training_ranks():
+    """As StopRun that names the rank and the reason; the wire is in order after it, and a
+    generation rank whose training ranks are gone ends in silence."""
+    store, engines, ends = dist.HashStore(), [], []
+
+    def wire(rank):
+        return dist.ProcessGroupGloo(store, rank, 3, datetime.timedelta(seconds=3))
+
+    def start(name):
+        engines.append(Failing())
+        if name == "bad":
+            raise train.UserError("the engine does not start")
+        return engines[-1]
+
+    def serve(rank):
+        logra.serve(wire(rank), start)
+        ends.append(rank)
+
+    threads = [threading.Thread(target=serve, args=(n,)) for n in (1, 2)]
+    for thread in threads:
+        thread.start()
+    remote = logra.RemoteGenerator(line := wire(0), "good")
+    weights = {name: torch.full((64, 64), i).float() for i, name in enumerate("abc")}
+    for fault, words in (("generate", "AssertionError()"), ("load", "a is not there")):
+        engines[1].fault = fault
+        with pytest.raises(logra.StopRun, match=r"rank [12]: ") as caught:
+            remote.load(weights.items())
+            remote.generate([[1], [2]], [5, 6], 7)
+        assert words in str(caught.value)
+        engines[1].fault = ""
+        assert [s.completion for s in remote.generate([[1], [2]], [5, 6], 7)] == [[1, 5], [2, 6]]
+    remote.load(weights.items())
+    for engine in engines[:2]:
+        assert_same_tensors(engine.sent[-1][0], weights)
+    with pytest.raises(logra.StopRun, match="rank 1: the engine does not start"):
+        logra.RemoteGenerator(line, "bad")
+    for thread in threads:
+        thread.join(20)  # no word for three seconds, and they are done
+    assert sorted(ends) == [1, 2]
+    with pytest.raises(logra.StopRun, match="gone"):
+        remote.generate([[1]], [5], 7)
+
+
 def generation_rank(ranks, out, argv):
     """A run whose last rank only generates: what each rank has seen."""
     process = torchrun(ranks, __file__, "train", out, json.dumps({"run": argv.split()}))
