@@ -708,13 +708,24 @@ class LoGRA(torch.optim.Optimizer):
         check_same(self.sketches.A.values(), "projections")
 
 
-class DenseAdamW(torch.optim.AdamW):
-    """The control: AdamW on the dense gradients of the same weights, driven by the same loop."""
+def cosine(ends, update: int, updates: int) -> float:
+    """From the first of two ends, at update 0, to the last, at update `updates` - 1 and after."""
+    first, last = ends
+    done = min(update / max(updates - 1, 1), 1.0)
+    return last + (first - last) * (1 + math.cos(math.pi * done)) / 2
 
-    def __init__(self, layers: dict, lr=1e-6, parameters=None):
+
+class DenseAdamW(torch.optim.AdamW):
+    """The control: AdamW on the dense gradients of the same weights, driven by the same loop.
+
+    ends: learning rates of update 0 and of update number `updates` - 1, with a cosine between.
+    """
+
+    def __init__(self, layers: dict, ends=(1e-6, 1e-7), updates=300, parameters=None):
         self.layers, self.update, self.sketch_norm = layers, 0, 0.0
+        self.ends, self.updates = ends, updates
         parameters = parameters or [module.weight for module in layers.values()]
-        super().__init__(parameters, lr, (0.9, 0.95), weight_decay=0)
+        super().__init__(parameters, ends[0], (0.9, 0.95), weight_decay=0)
 
     @torch.no_grad()
     def propose(self, tokens: int) -> None:
@@ -729,6 +740,7 @@ class DenseAdamW(torch.optim.AdamW):
 
     def step(self, alpha: float = 1.0) -> None:
         """AdamW has a length of its own; alpha is not looked at."""
+        self.param_groups[0]["lr"] = cosine(self.ends, self.update, self.updates)
         super().step()
         self.zero_grad()
         self.update += 1
@@ -748,7 +760,6 @@ class DenseAdamW(torch.optim.AdamW):
                     moments[name] = distribute_tensor(M, W.device_mesh, W.placements)
         self.update = state["update"]
         super().load_state_dict(state)
-        self.param_groups[0]["lr"] = self.defaults["lr"]
 
 
 class LoRA(DenseAdamW):
@@ -758,7 +769,7 @@ class LoRA(DenseAdamW):
     are small, and every rank has them whole.
     """
 
-    def __init__(self, layers: dict, rank, lr=1e-4, seed=0):
+    def __init__(self, layers: dict, rank, ends=(1e-4, 1e-5), updates=300, seed=0):
         self.adapters = {}
         for path, module in layers.items():
             W = local(module.weight)  # [own d_out, d_in]
@@ -768,7 +779,9 @@ class LoRA(DenseAdamW):
             module.weight.requires_grad_(False)  # only the adapters have gradients
             self.adapters[path] = (torch.nn.Parameter(A), torch.nn.Parameter(B))
             module.forward = functools.partial(self.forward, path, module)
-        super().__init__(layers, lr, [p for pair in self.adapters.values() for p in pair])
+        super().__init__(
+            layers, ends, updates, [p for pair in self.adapters.values() for p in pair]
+        )
 
     def forward(self, path, module, X):
         """Y = X W^T + b.  Z = (X A^T) B^T is in W already: it adds nothing but its gradient."""
@@ -1028,9 +1041,7 @@ class KLControl:
 
     def budget(self, update: int) -> float:
         """The KL per token that update number `update` (from 0) may spend."""
-        first, last = self.ends
-        done = min(update / max(self.updates - 1, 1), 1.0)
-        budget = last + (first - last) * (1 + math.cos(math.pi * done)) / 2
+        budget = cosine(self.ends, update, self.updates)
         return max(budget - self.mismatch, budget / 2)
 
     def observe(self, difference: float) -> None:

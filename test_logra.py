@@ -944,17 +944,17 @@ def test_what_is_taken_back_is_rounded_and_has_the_old_projection():
 
 
 def test_dense_control_is_adamw_on_the_mean_gradient():
-    """DenseAdamW: two updates of Adam without decay on G / tokens, in float64 by hand."""
+    """DenseAdamW: two updates of Adam, no weight decay, on G / tokens, in float64 by hand."""
     torch.manual_seed(0)
     model, X = Stack(4, 3, bias=False).double(), torch.randn(5, 4, dtype=torch.float64)
-    optimizer = logra.DenseAdamW(logra.find_targets(model), lr=1e-2)
+    optimizer = logra.DenseAdamW(logra.find_targets(model), (1e-2, 2e-3), 3)
     W = model.layers[0].weight.detach().clone()
     m, v = torch.zeros_like(W), torch.zeros_like(W)
-    for t in (1, 2):
+    for t, lr in ((1, 1e-2), (2, 6e-3)):  # halfway along the cosine
         live = W.clone().requires_grad_()
         (G,) = torch.autograd.grad((X @ live.T).tanh().square().sum() / 5, live)
         m, v = 0.9 * m + 0.1 * G, 0.95 * v + 0.05 * G**2
-        W = W - 1e-2 * (m / (1 - 0.9**t)) / ((v / (1 - 0.95**t)).sqrt() + 1e-8)
+        W = W - lr * (m / (1 - 0.9**t)) / ((v / (1 - 0.95**t)).sqrt() + 1e-8)
         model(X).square().sum().backward()
         optimizer.propose(5)
         assert optimizer.sketch_norm == pytest.approx(G.norm().item(), rel=1e-9)
@@ -975,7 +975,7 @@ def test_lora_control_is_the_textbook_adapter():
     logra.freeze_all_but(model, {})
     W_0 = [module.weight.clone() for module in layers.values()]
     biases = [module.bias for module in layers.values()]
-    optimizer = logra.LoRA(layers, rank=2, lr=1e-2)
+    optimizer = logra.LoRA(layers, 2, (1e-2, 1e-2))
     pairs = [
         [p.detach().clone().requires_grad_() for p in pair] for pair in optimizer.adapters.values()
     ]
@@ -994,7 +994,7 @@ def test_lora_control_is_the_textbook_adapter():
         for module, W, (A, B) in zip(layers.values(), W_0, pairs, strict=True):
             assert module.weight.grad is None and rel(module.weight, W + B @ A) < 1e-12
     assert rel(model.layers[0].weight, W_0[0]) > 1e-4  # it moved
-    twin = logra.LoRA(layers, rank=2, lr=1e-2, seed=1)
+    twin = logra.LoRA(layers, 2, (1e-2, 1e-2), seed=1)
     twin.load_state_dict(optimizer.state_dict())
     assert twin.update == 3
     for mine, other in zip(twin.adapters.values(), optimizer.adapters.values(), strict=True):
@@ -1698,7 +1698,7 @@ def loop(
     if dense:
         layers = logra.find_targets(model)
         logra.freeze_all_but(model, layers)
-        optimizer = logra.DenseAdamW(layers, lr=1e-3)
+        optimizer = logra.DenseAdamW(layers, (1e-3, 1e-3))
     else:
         optimizer = logra.LoGRA(logra.attach_sketches(model, 8, refresh=refresh), ratio, rule=rule)
     control = control or logra.KLControl(budget, budget / 10, 20)
@@ -4292,9 +4292,9 @@ def sharded(method, weights=None, state=None, dtype="float32"):
     if method in SKETCHED:
         optimizer = logra.LoGRA(sketches, 1e-2, rule=SKETCHED[method])
     elif method == "dense":
-        optimizer = logra.DenseAdamW(layers, 1e-3)
+        optimizer = logra.DenseAdamW(layers, (1e-3, 1e-3))
     else:
-        optimizer = logra.LoRA(layers, 16, 1e-3)
+        optimizer = logra.LoRA(layers, 16, (1e-3, 1e-3))
     if state:
         optimizer.load_state_dict(copy.deepcopy(state))
     return model, optimizer, layers

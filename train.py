@@ -142,7 +142,8 @@ class Config:
     refresh: int = flag(1, "updates between two draws of A; 0: never redrawn")
     update_ratio: float = flag(6e-5, "size of a proposed step relative to the weights")
     keep_layer_norm: bool = flag(True, "each layer keeps the norm of its sketch (row_adam)")
-    lr: float = flag(1e-6, "learning rate of --optimizer adamw and lora")
+    lr: float = flag(1e-6, "first learning rate of --optimizer adamw and lora")
+    lr_final: float = flag(1e-7, "and that of update number --kl-budget-steps, by a cosine")
 
     # KL control
     kl_control: bool = flag(True, "choose alpha by the KL budget; else alpha = 1")
@@ -189,7 +190,8 @@ BUILT_IN = {
     "dtype": "float32",
     "rank": 16,
     "update_ratio": 2e-3,
-    "lr": 3e-4,
+    "lr": 1e-3,
+    "lr_final": 2e-5,
     "kl_budget": 3e-2,
     "kl_budget_final": 3e-3,
     "kl_budget_steps": 800,
@@ -211,7 +213,7 @@ AT_LEAST = {  # the smallest value that makes sense
     "group_size": 1,
 }
 ABOVE_ZERO = ("temperature", "kv_gib", "clip_low", "clip_high", "update_ratio", "lr")
-ABOVE_ZERO += ("kl_budget", "kl_budget_final", "alpha_max", "reward_seconds")
+ABOVE_ZERO += ("lr_final", "kl_budget", "kl_budget_final", "alpha_max", "reward_seconds")
 FIXED = ("model", "data", "seed", "prompts_per_step", "group_size", "max_prompt_tokens")
 FIXED += ("system", "template_kwargs")
 FIXED += ("optimizer", "rank", "targets", "projection", "refresh")  # a resumed run keeps these
@@ -1214,12 +1216,13 @@ def build_optimizer(config: Config, it):
         it.model.to("cuda" if torch.cuda.is_available() else "cpu")
     budget = (config.kl_budget, config.kl_budget_final, config.kl_budget_steps)
     control = logra.KLControl(*budget, config.alpha_max, config.kl_control)
+    rates = (config.lr, config.lr_final), config.kl_budget_steps
     if config.optimizer in WITHOUT_SKETCH:
         say(f"{config.optimizer}: {logra.freeze_all_but(it.model, it.layers)}")
     if config.optimizer == "adamw":
-        return logra.DenseAdamW(it.layers, config.lr), control, {}
+        return logra.DenseAdamW(it.layers, *rates), control, {}
     if config.optimizer == "lora":
-        return logra.LoRA(it.layers, config.rank, config.lr, config.seed), control, {}
+        return logra.LoRA(it.layers, config.rank, *rates, config.seed), control, {}
     rank, kind, rule = config.rank, config.projection, config.optimizer
     if rule == "dense_row_adam":  # with A = I the sketch is the gradient
         rank, kind = max(module.in_features for module in it.layers.values()), "identity"
