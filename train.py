@@ -18,6 +18,7 @@ In this file, from top to bottom: configuration, built-in task, data and rewards
 checkpoints, evaluation, screen, memory estimate, main.  It holds no mathematics.
 """
 
+import contextlib
 import dataclasses
 import fcntl
 import functools
@@ -62,6 +63,28 @@ warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")  # noth
 
 class UserError(Exception):
     """Something the user can put right; its text is the one sentence that they see."""
+
+
+@contextlib.contextmanager
+def together():
+    """A UserError inside is raised by all ranks, so that none waits for another."""
+    failure = None
+    try:
+        yield
+    except UserError as error:
+        failure = error
+    logra.raise_together(failure)
+
+
+def say(line: str, file=None) -> None:
+    """A line on the screen (stderr), by rank 0 alone; the progress bar stays whole."""
+    if logra.my_rank() == 0:
+        tqdm.write(line, file=file or sys.stderr)
+
+
+def first_line(error) -> str:
+    """What an error of a library says, or its name if it says nothing."""
+    return (str(error).strip() or repr(error)).splitlines()[0]
 
 
 # ------------------------------------------------------------------------------------------------
@@ -178,40 +201,13 @@ class Config:
 
 
 # A model of 0.1 M weights takes larger steps than one of 7 B; chosen on seeds 0-5.
-BUILT_IN = {
-    "reward": "exact",
-    "steps": 800,
-    "prompts_per_step": 32,
-    "max_prompt_tokens": 8,
-    "max_new_tokens": 6,
-    "micro_batch": 256,
-    "checkpointing": False,
-    "dtype": "float32",
-    "rank": 16,
-    "update_ratio": 2e-3,
-    "lr": 3e-4,
-    "kl_budget": 3e-2,
-    "kl_budget_final": 3e-3,
-    "kl_budget_steps": 800,
-    "probe_responses": 32,
-    "kl_check_every": 1,
-    "eval_every": 50,
-    "eval_rows": 500,
-    "kv_gib": 0.25,
-}
+BUILT_IN = """--reward exact --steps 800 --prompts-per-step 32 --max-prompt-tokens 8
+    --max-new-tokens 6 --micro-batch 256 --no-checkpointing --dtype float32 --kv-gib 0.25
+    --rank 16 --update-ratio 2e-3 --lr 3e-4 --probe-responses 32 --kl-check-every 1
+    --kl-budget 3e-2 --kl-budget-final 3e-3 --kl-budget-steps 800 --eval-every 50 --eval-rows 500"""
 
-AT_LEAST = {  # the smallest value that makes sense
-    **dict.fromkeys(("steps", "prompts_per_step", "max_prompt_tokens", "max_new_tokens"), 1),
-    **dict.fromkeys(("updates_per_batch", "micro_batch", "rank", "kl_budget_steps"), 1),
-    **dict.fromkeys(("probe_responses", "eval_every", "eval_samples", "save_every"), 1),
-    **dict.fromkeys(("refresh", "kl_check_every", "eval_rows", "seed", "eval_temperature"), 0),
-    "generation_ranks": 0,
-    "world_size": 1,
-    "max_length": 0,
-    "group_size": 1,
-}
-ABOVE_ZERO = ("temperature", "kv_gib", "clip_low", "clip_high", "update_ratio", "lr")
-ABOVE_ZERO += ("kl_budget", "kl_budget_final", "alpha_max", "reward_seconds")
+MAY_BE_0 = ("seed", "refresh", "kl_check_every", "eval_rows", "eval_temperature", "max_length")
+MAY_BE_0 += ("generation_ranks",)
 FIXED = ("model", "data", "seed", "prompts_per_step", "group_size", "max_prompt_tokens")
 FIXED += ("system", "template_kwargs")
 FIXED += ("optimizer", "rank", "targets", "projection", "refresh")  # a resumed run keeps these
@@ -226,32 +222,32 @@ def parse(argv) -> Config:
     def error(message):
         raise UserError(message)
 
+    def parsed(*flags) -> Config:
+        return absolute(Config(**vars(parser.parse_args([*flags, *argv]))))
+
     parser.error = error
-    config = Config(**vars(parser.parse_args(argv)))
-    if config.resume and config.out and not config.eval_only:
-        raise UserError("--resume goes on in its own directory; leave --out away")
+    config = parsed()
     if config.resume:  # the run's own settings are the defaults of the flags
-        run = Path(config.resume)
+        given, run = config.out, Path(config.resume)
+        if given and not config.eval_only:
+            raise UserError("--resume goes on in its own directory; leave --out away")
         if config.eval_only and (run / "trainer.pt").exists():  # one checkpoint of a run
             run = run.parent
-        saved = dataclasses.asdict(saved_config(run))
+        saved = vars(saved_config(run))
         parser.set_defaults(**saved)
-        given = config.out
-        config = absolute(Config(**vars(parser.parse_args(argv))))
-        config.out = given or (None if config.eval_only else config.resume)
+        config = parsed()
+        config.out = given if config.eval_only else config.resume
         for name in FIXED:
-            if getattr(config, name) != saved[name]:
+            if (value := getattr(config, name)) != saved[name]:
                 was = f"{dashed(name)} {saved[name]}"
-                raise UserError(f"{config.resume} was made with {was}, not {getattr(config, name)}")
+                raise UserError(f"{config.resume} was made with {was}, not {value}")
     elif config.model is None:
-        parser.set_defaults(**BUILT_IN)
-        config = Config(**vars(parser.parse_args(argv)))
-    for name, least in AT_LEAST.items():
-        if not getattr(config, name) >= least or getattr(config, name) == math.inf:
-            raise UserError(f"{dashed(name)} must be at least {least}, not {getattr(config, name)}")
-    for name in ABOVE_ZERO:
-        if not 0 < getattr(config, name) < math.inf:
-            raise UserError(f"{dashed(name)} must be above 0, not {getattr(config, name)}")
+        config = parsed(*BUILT_IN.split())
+    for name, value in vars(config).items():
+        zero = name in MAY_BE_0
+        if type(value) in (int, float) and not (0 < value < math.inf or value == 0 and zero):
+            least = "at least 0" if zero else "at least 1" if type(value) is int else "above 0"
+            raise UserError(f"{dashed(name)} must be {least}, not {value}")
     if config.clip_low >= 1:
         raise UserError(f"--clip-low must be below 1, not {config.clip_low}")
     if config.group_size == 1 and config.advantage == "group":
@@ -266,15 +262,14 @@ def parse(argv) -> Config:
         raise UserError("--data and --eval-data need --model DIR_OR_NAME")
     started = int(os.environ.get("WORLD_SIZE", "1"))
     ranks = config.world_size if config.estimate_memory else started
-    if config.generation_ranks >= ranks:
-        here = f"there are {ranks}" if ranks > 1 else "there is one, without torchrun"
-        raise UserError(f"--generation-ranks {config.generation_ranks} leaves no rank: {here}")
-    if config.prompts_per_step < (trainers := ranks - config.generation_ranks):
-        here = f"{trainers} training ranks"
-        raise UserError(f"--prompts-per-step {config.prompts_per_step} cannot be split on {here}")
+    trainers = ranks - config.generation_ranks
+    if trainers < 1:
+        raise UserError(f"--generation-ranks {config.generation_ranks} of {ranks} leaves no rank")
+    if config.prompts_per_step < trainers:
+        here = f"cannot be split on {trainers} training ranks"
+        raise UserError(f"--prompts-per-step {config.prompts_per_step} {here}")
     if config.engine == "hf" and ranks > 1:
         raise UserError("--engine hf generates with one rank only; use --engine vllm")
-    config = absolute(config)
     if config.optimizer in WITHOUT_SKETCH:
         config.sync = "full"  # a step of these has no factors
         if config.verify_step:
@@ -323,16 +318,13 @@ def load_json(path: Path) -> dict:
 
 def sorting_rows(seed: int):
     """Training rows and held-out rows; a hash of the prompt decides, so they never meet."""
-    rows = {False: [], True: []}
+    training, held_out = [], []
     for number in range(100_000):
         digits = f"{number:05d}"
-        held_out = hashlib.sha256(digits.encode()).digest()[0] < 26  # 10%
-        rows[held_out].append({"prompt": f"{digits}=", "answer": "".join(sorted(digits))})
-    order = shuffled(len(rows[True]), "held out", seed)
-    return tuple(
-        [(f"{kind} row {i}", row) for i, row in enumerate(part, 1)]
-        for kind, part in (("training", rows[False]), ("held-out", [rows[True][i] for i in order]))
-    )
+        row = {"prompt": f"{digits}=", "answer": "".join(sorted(digits))}
+        kept = hashlib.sha256(digits.encode()).digest()[0] < 26  # 10%
+        (held_out if kept else training).append((f"built-in {digits}", row))
+    return training, [held_out[i] for i in shuffled(len(held_out), "held out", seed)]
 
 
 def shuffled(n: int, *key) -> list:
@@ -372,19 +364,17 @@ def tiny_model(seed: int):
 def warm_up(model, tokenizer, rows, seed, batches=320, size=128):
     """Imitate demonstrations of which 30% sort up, 40% sort down and 30% do nothing."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    order = shuffled(len(rows), "warm-up", seed)[: batches * size]
+    order = shuffled(len(rows), "warm-up", seed)
     kinds = logra.random_uniform(logra.stable_seed("kinds", seed), batches * size).tolist()
     for batch in tqdm(range(batches), "warm-up", leave=False, disable=logra.my_rank() > 0):
-        texts = []
+        ids = []
         for i in range(batch * size, (batch + 1) * size):
-            digits, up = rows[order[i]]["prompt"][:-1], rows[order[i]]["answer"]
-            texts.append(
-                f"{digits}={up if kinds[i] < 0.3 else up[::-1] if kinds[i] < 0.7 else digits}"
-            )
-        ids = torch.tensor([tokenizer.encode(t) + [tokenizer.eos_token_id] for t in texts])
+            prompt, up = rows[order[i]]["prompt"], rows[order[i]]["answer"]
+            shown = up if kinds[i] < 0.3 else up[::-1] if kinds[i] < 0.7 else prompt[:-1]
+            ids.append(tokenizer.encode(prompt + shown) + [tokenizer.eos_token_id])
+        ids = torch.tensor(ids)
         logits = model(input_ids=ids[:, :-1]).logits[:, 5:]  # from "=" on
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 6:].flatten())
-        loss.backward()
+        F.cross_entropy(logits.flatten(0, 1), ids[:, 6:].flatten()).backward()
         warmth = min((batch + 1) / 20, 1) * (1 + math.cos(math.pi * batch / batches)) / 2
         optimizer.param_groups[0]["lr"] = 3e-3 * warmth
         optimizer.step()
@@ -1305,12 +1295,6 @@ def evaluate_only(config: Config, it, journal, wire) -> None:
         print(json.dumps(found))
 
 
-def say(line: str) -> None:
-    """A line on the screen, once, whatever the number of ranks; the progress bar stays whole."""
-    if logra.my_rank() == 0:
-        tqdm.write(line, file=sys.stderr)
-
-
 def run(config: Config, wire=None) -> None:
     """One run, from the configuration to the last checkpoint."""
     clock = logra.Clock()
@@ -1319,12 +1303,8 @@ def run(config: Config, wire=None) -> None:
     if config.model is None:  # a model this small is fastest with one thread
         os.environ["OMP_NUM_THREADS"] = "1"
         torch.set_num_threads(1)
-    it = failure = None
-    try:
+    with together():
         it = prepare(config)
-    except UserError as error:
-        failure = error
-    logra.raise_together(failure)
 
     if config.eval_only and not config.out:
         return evaluate_only(config, it, None, wire)
