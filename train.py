@@ -121,9 +121,7 @@ class Config:
     system: str | None = flag(None, "system turn before every prompt that has none of its own")
     template_kwargs: str = flag("{}", "JSON object of further arguments of the chat template")
     reward: str = flag(
-        "number",
-        "number, exact, or file.py:function(completion, row) -> float, which may have arguments"
-        " token_ids and finish_reason",
+        "number", "number, exact, or file.py:f of (completion, row[, token_ids][, finish_reason])"
     )
     reward_seconds: float = flag(10.0, "time limit of one call of the reward")
     out: str | None = flag(None, "run directory; new, or this run's, finished (default: in runs/)")
@@ -145,8 +143,7 @@ class Config:
     updates_per_batch: int = flag(1, "updates made from one rollout batch")
     micro_batch: int = flag(4, "answers in one forward pass; changes memory and speed, no result")
     advantage: Literal["group", "running_mean"] = flag(
-        "group",
-        "what is taken off a reward: its group's mean, or that of the steps before (no std)",
+        "group", "taken off a reward is its group's mean, or that of the steps before (no std)"
     )
     divide_by_std: bool = flag(True, "divide advantages by the std of their group")
     denominator: Literal["tokens", "constant"] = flag(
@@ -163,11 +160,7 @@ class Config:
     # LoGRA
     optimizer: Literal[
         "row_adam", "sketch_muon", "sketch_adam", "sketch_sgd", "dense_row_adam", "adamw", "lora"
-    ] = flag(
-        "row_adam",
-        "row_adam (the paper's) or sketch_muon; as controls sketch_adam (with --refresh 50 or so)"
-        " and sketch_sgd, RowAdam or AdamW on dense gradients, LoRA of the same rank",
-    )
+    ] = flag("row_adam", "the paper's row_adam; sketch_adam wants --refresh 50; adamw is dense")
     rank: int = flag(256, "rank r of the sketches")
     targets: list[str] = dataclasses.field(
         default_factory=list,
@@ -187,9 +180,7 @@ class Config:
     kl_budget_steps: int = flag(300, "updates from the first budget to the final one")
     alpha_max: float = flag(3.0, "upper bound of alpha")
     verify_step: bool = flag(
-        False,
-        "measure the KL of every step and take back what exceeds the budget (in bfloat16 the KL"
-        " has a floor of 1e-4 or so: mind the final budget)",
+        False, "take back what exceeds the budget by the KL measured (bfloat16: 1e-4 are noise)"
     )
     probe_responses: int = flag(2, "answers on which KL is predicted")
     kl_check_every: int = flag(10, "updates between measurements of the realised KL; 0: none")
