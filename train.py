@@ -211,9 +211,9 @@ BUILT_IN = """--reward exact --steps 800 --prompts-per-step 32 --max-prompt-toke
 
 MAY_BE_0 = ("seed", "refresh", "kl_check_every", "eval_rows", "eval_temperature", "max_length")
 MAY_BE_0 += ("generation_ranks",)
-FIXED = ("model", "data", "seed", "prompts_per_step", "group_size", "max_prompt_tokens")
-FIXED += ("system", "template_kwargs")
-FIXED += ("optimizer", "rank", "targets", "projection", "refresh")  # a resumed run keeps these
+# A resumed run keeps these
+FIXED = ("model", "data", "seed", "prompts_per_step", "group_size", "max_prompt_tokens", "system")
+FIXED += ("template_kwargs", "optimizer", "rank", "targets", "projection", "refresh")
 WITHOUT_SKETCH = ("adamw", "lora")
 
 
@@ -263,8 +263,7 @@ def parse(argv) -> Config:
         raise UserError("--model needs --data FILE.jsonl to train on")
     if not config.model and (config.data or config.eval_data):
         raise UserError("--data and --eval-data need --model DIR_OR_NAME")
-    started = int(os.environ.get("WORLD_SIZE", "1"))
-    ranks = config.world_size if config.estimate_memory else started
+    ranks = config.world_size if config.estimate_memory else int(os.environ.get("WORLD_SIZE", "1"))
     trainers = ranks - config.generation_ranks
     if trainers < 1:
         raise UserError(f"--generation-ranks {config.generation_ranks} of {ranks} leaves no rank")
@@ -442,13 +441,12 @@ def encode(tokenizer, prompt, where, system=None, options=None) -> list:
 def template_options(tokenizer, config) -> tuple:
     """--system, and the dict of --template-kwargs.  Raises UserError if they would do nothing: a
     template ignores silently what it does not know."""
-    system = config.system
     with blame(f"--template-kwargs {config.template_kwargs} is no JSON object"):
         options = dict(json.loads(config.template_kwargs))
     for name in options:
         if name not in str(tokenizer.chat_template):
             raise UserError(f"--template-kwargs: the chat template does not know {name}")
-    if system:
+    if system := config.system:
         once, twice = (encode(tokenizer, "a", "--system", system * n, options) for n in (1, 2))
         if once == twice:
             raise UserError("--system: the chat template leaves the system turn out")
@@ -460,9 +458,9 @@ def load_examples(rows, tokenizer, max_tokens, flag_name, *template) -> list:
     ids = [encode(tokenizer, row["prompt"], where, *template) for where, row in rows]
     examples = [Example(i, row, where) for i, (where, row) in zip(ids, rows, strict=True)]
     kept = [example for example in examples if len(example.ids) <= max_tokens]
-    all_of, limit = f"{flag_name}: all {len(examples)} prompts", f"--max-prompt-tokens {max_tokens}"
-    if not kept:
-        raise UserError(f"{all_of} are longer than {limit}")
+    if rows and not kept:
+        all_of = f"{flag_name}: all {len(rows)} prompts"
+        raise UserError(f"{all_of} are longer than --max-prompt-tokens {max_tokens}")
     if dropped := len(examples) - len(kept):
         say(f"{flag_name}: {dropped} of {len(examples)} prompts are too long and are left out")
     return kept
@@ -634,11 +632,8 @@ def check_model(model, layers, ids) -> None:
     hooks = [m.register_forward_hook(functools.partial(compare, p)) for p, m in layers.items()]
     ids = torch.tensor([ids])
     X = model.get_input_embeddings()(ids)
-    with (
-        blame(f"--model: the KL of {name} cannot be predicted"),  # it has no forward mode, ...
-        logra.probe_mode(model),
-        forward_ad.dual_level(),
-    ):
+    fault = f"--model: the KL of {name} cannot be predicted"  # it has no forward mode, ...
+    with blame(fault), logra.probe_mode(model), forward_ad.dual_level():
         X = forward_ad.make_dual(X, torch.ones_like(X))
         hidden = model.base_model(inputs_embeds=X, use_cache=False).last_hidden_state
         hidden, tangent = forward_ad.unpack_dual(hidden)
@@ -655,8 +650,7 @@ def check_model(model, layers, ids) -> None:
 def end_tokens(model, tokenizer) -> list:
     """All ids that end an answer: each of generation config, model config and tokenizer may know
     some that the others do not."""
-    known = [model.generation_config.eos_token_id, model.config.eos_token_id]
-    known.append(tokenizer.eos_token_id)
+    known = [where.eos_token_id for where in (model.generation_config, model.config, tokenizer)]
     ids = {i for some in known for i in (some if isinstance(some, list) else [some])} - {None}
     if not ids:
         raise UserError("neither the model nor its tokenizer knows an end-of-sequence token")
@@ -784,15 +778,13 @@ def with_interval(share: float, interval) -> str:
 
 def step_line(m: dict) -> str:
     """What a step says: reward first, predicted KL -> realised KL, and the loss nowhere."""
-
-    def kl(value):
-        return "-" if value is None else f"{value:.1e}"
-
+    kls = (m["kl_predicted"], m["kl_realised"])
+    kl = " -> ".join("-" if value is None else f"{value:.1e}" for value in kls)
     seconds = " ".join(f"{name} {value:.2f}" for name, value in m["seconds"].items())
     return (
         f"step {m['step']} | reward {m['reward']:.3f} | solved {m['solved']:.0%}"
         f" | dead groups {m['dead_groups']:.0%} | len {m['length']:.0f} (cut {m['truncated']:.0%})"
-        f" | KL {kl(m['kl_predicted'])} -> {kl(m['kl_realised'])} | alpha {m['alpha']:.2f}"
+        f" | KL {kl} | alpha {m['alpha']:.2f}"
         f" | {m['tokens_per_second'] / 1000:.1f}k tok/s | {m['peak_gib']:.2f} GiB | {seconds} s"
         + (f" | wire {m['wire_bytes'] / 1e6:.2f} MB" if m["wire_bytes"] else "")
         + (" | no group has a signal: nothing moved" if m["dead_groups"] == 1 else "")
@@ -853,12 +845,11 @@ def complete(config: Config) -> bool:
     """Whether --out holds a run of this very configuration, saved at its last step."""
     if not config.out or config.resume or not Path(config.out, f"step-{config.steps}").exists():
         return False
-    try:
+    with contextlib.suppress(UserError):
         saved = dataclasses.replace(read_run(Path(config.out))[0], out=config.out, resume=None)
-    except UserError:
-        return False
-    dtype = saved.dtype if config.dtype == "auto" else config.dtype
-    return saved == dataclasses.replace(config, dtype=dtype)
+        dtype = saved.dtype if config.dtype == "auto" else config.dtype
+        return saved == dataclasses.replace(config, dtype=dtype)
+    return False
 
 
 def summarize(paths) -> None:
@@ -1091,12 +1082,11 @@ def prepare(config: Config) -> SimpleNamespace:
         it.model, it.tokenizer, it.stored = load_model(*source)
     else:
         it.model, it.tokenizer = tiny_model(config.seed)
-    template, longest = template_options(it.tokenizer, config), config.max_prompt_tokens
-    if held_out := held_out[: config.eval_rows or None]:
-        held_out = load_examples(held_out, it.tokenizer, longest, "--eval-data", *template)
-    it.examples = it.held_out = held_out
+    fit, template = (it.tokenizer, config.max_prompt_tokens), template_options(it.tokenizer, config)
+    held_out = held_out[: config.eval_rows or None]
+    it.examples = it.held_out = load_examples(held_out, *fit, "--eval-data", *template)
     if not config.eval_only:
-        it.examples = load_examples(rows, it.tokenizer, longest, "--data", *template)
+        it.examples = load_examples(rows, *fit, "--data", *template)
     embeddings = it.model.get_input_embeddings().weight.shape[0]
     for example in (*it.examples, *it.held_out):
         where, top = example.where, max(example.ids, default=None)
@@ -1151,10 +1141,8 @@ def build_optimizer(config: Config, it):
 
 def vllm_engine(prompt, *options):
     """A vLLM engine that has answered a prompt.  Raises UserError if vLLM refuses."""
-    with (
-        blame("vLLM cannot be imported; --engine hf does without", ImportError),
-        blame("the engine does not start", (ValueError, RuntimeError)),  # too little memory, ...
-    ):
+    kinds = (ImportError, ValueError, RuntimeError)  # vLLM's own words: too little memory, ...
+    with blame("the engine does not start (--engine hf needs no vLLM)", kinds):
         generator = logra.VLLMGenerator(*options)
         generator.generate([prompt], [0], 1)  # some models are refused only here
         return generator
@@ -1260,8 +1248,8 @@ def report(out: Path, seconds: dict) -> None:
         n = sum(s["step"] == shown[-1]["step"] for s in shown)
         for before, after in zip(shown[:n], shown[-n:], strict=True):
             texts = (before["prompt"], before["completion"], after["completion"])
-            prompt, first, last = (repr(str(text)[-40:]) for text in texts)
-            print(f"held-out prompt {prompt}: before {first}, after {last}")
+            prompt, old, new = (repr(str(text)[-40:]) for text in texts)
+            print(f"held-out prompt {prompt}: before {old}, after {new}")
     print("seconds: " + ", ".join(f"{name} {value:.1f}" for name, value in seconds.items()))
     print(f"saved in {last_checkpoint(out)}")
 
@@ -1340,11 +1328,11 @@ LOST = ("onnection closed by peer", "onnection reset by peer", "roken pipe", "NC
 FULL = ("out of memory", "can't allocate memory")  # words of torch's errors
 
 
-def main(argv=None) -> int:
+def main(argv) -> int:
     """Exit code 0; 2 with one sentence if the user can put something right; 130 after Ctrl-C."""
     config, rank, wait = None, int(os.environ.get("RANK", "0")), False
     try:
-        config = parse(sys.argv[1:] if argv is None else argv)
+        config = parse(argv)
         if config.estimate_memory:
             estimate_memory(config)
         elif config.summarize:
@@ -1383,4 +1371,4 @@ def main(argv=None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))
