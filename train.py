@@ -95,8 +95,10 @@ def blame(what: str, kinds=Exception):
         yield
     except UserError:
         raise
-    except kinds as error:
-        raise UserError(f"{what}: {type(error).__name__}: {one_line(error)}") from error
+    except kinds as error:  # of common kinds the text says enough
+        plain = str(error) and isinstance(error, OSError | ValueError | RuntimeError)
+        kind = "" if plain else f"{type(error).__name__}: "
+        raise UserError(f"{what}: {kind}{one_line(error)}") from error
 
 
 # ------------------------------------------------------------------------------------------------
@@ -160,7 +162,9 @@ class Config:
     # LoGRA
     optimizer: Literal[
         "row_adam", "sketch_muon", "sketch_adam", "sketch_sgd", "dense_row_adam", "adamw", "lora"
-    ] = flag("row_adam", "the paper's row_adam; sketch_adam wants --refresh 50; adamw is dense")
+    ] = flag(
+        "row_adam", "row_adam or sketch_muon; the rest are controls (sketch_adam: --refresh 50)"
+    )
     rank: int = flag(256, "rank r of the sketches")
     targets: list[str] = dataclasses.field(
         default_factory=list,
@@ -180,7 +184,7 @@ class Config:
     kl_budget_steps: int = flag(300, "updates from the first budget to the final one")
     alpha_max: float = flag(3.0, "upper bound of alpha")
     verify_step: bool = flag(
-        False, "take back what exceeds the budget by the KL measured (bfloat16: 1e-4 are noise)"
+        False, "measure the KL of each step and take back the excess (in bfloat16 1e-4 is noise)"
     )
     probe_responses: int = flag(2, "answers on which KL is predicted")
     kl_check_every: int = flag(10, "updates between measurements of the realised KL; 0: none")
@@ -190,7 +194,9 @@ class Config:
     eval_every: int = flag(20, "steps between evaluations")
     eval_samples: int = flag(1, "answers to each held-out row")
     eval_rows: int = flag(0, "the first so many held-out rows; 0: all")
-    eval_temperature: float = flag(1.0, "temperature of evaluations; the last is greedy as well")
+    eval_temperature: float = flag(
+        1.0, "temperature of evaluations; the first and last are greedy too"
+    )
     eval_only: bool = flag(False, "evaluate --model, or --resume RUN or RUN/step-N, and end")
     save_every: int = flag(100, "steps between checkpoints; the last step is always saved")
     summarize: list[str] = dataclasses.field(
@@ -215,6 +221,33 @@ MAY_BE_0 += ("generation_ranks",)
 FIXED = ("model", "data", "seed", "prompts_per_step", "group_size", "max_prompt_tokens", "system")
 FIXED += ("template_kwargs", "optimizer", "rank", "targets", "projection", "refresh")
 WITHOUT_SKETCH = ("adamw", "lora")
+
+
+def load_json(path: Path) -> dict:
+    """Raises UserError if it is not there or is not JSON."""
+    with blame(f"{path} cannot be read"):
+        return json.loads(path.read_text(encoding="utf-8"))
+
+
+def saved_config(run: Path) -> Config:
+    """The configuration that a run directory was made with.  Raises UserError."""
+    settings = load_json(run / "config.json")
+    with blame(f"{run / 'config.json'} is not the configuration of a run"):
+        return Config(**settings["config"])
+
+
+def absolute(config: Config) -> Config:
+    """Its paths made absolute, so that a run can be resumed from another directory."""
+    for name in ("model", "data", "eval_data", "reward"):
+        value = getattr(config, name) or ""
+        path = value.rpartition(":")[0] if name == "reward" else value
+        if path and Path(path).exists():
+            setattr(config, name, os.path.abspath(value))
+    return config
+
+
+def dashed(name: str) -> str:
+    return "--" + name.replace("_", "-")
 
 
 def parse(argv) -> Config:
@@ -267,9 +300,8 @@ def parse(argv) -> Config:
     trainers = ranks - config.generation_ranks
     if trainers < 1:
         raise UserError(f"--generation-ranks {config.generation_ranks} of {ranks} leaves no rank")
-    if config.prompts_per_step < trainers:
-        here = f"cannot be split on {trainers} training ranks"
-        raise UserError(f"--prompts-per-step {config.prompts_per_step} {here}")
+    if (prompts := config.prompts_per_step) < trainers:
+        raise UserError(f"--prompts-per-step {prompts} is less than the {trainers} training ranks")
     if config.engine == "hf" and ranks > 1:
         raise UserError("--engine hf generates with one rank only; use --engine vllm")
     if config.optimizer in WITHOUT_SKETCH:
@@ -279,39 +311,18 @@ def parse(argv) -> Config:
     return config
 
 
-def saved_config(run: Path) -> Config:
-    """The configuration that a run directory was made with.  Raises UserError."""
-    settings = load_json(run / "config.json")
-    with blame(f"{run / 'config.json'} is not the configuration of a run"):
-        return Config(**settings["config"])
-
-
-def absolute(config: Config) -> Config:
-    """Its paths made absolute, so that a run can be resumed from another directory."""
-    for name in ("model", "data", "eval_data", "reward"):
-        value = getattr(config, name) or ""
-        path = value.rpartition(":")[0] if name == "reward" else value
-        if path and Path(path).exists():
-            setattr(config, name, os.path.abspath(value))
-    return config
-
-
-def dashed(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
-def load_json(path: Path) -> dict:
-    """Raises UserError if it is not there or is not JSON."""
-    with blame(f"{path} cannot be read"):
-        return json.loads(path.read_text(encoding="utf-8"))
-
-
 # ------------------------------------------------------------------------------------------------
 # The built-in task: sort five digits
 # ------------------------------------------------------------------------------------------------
 
 # "41725=" should become "12457".  The model is warmed up on ambiguous demonstrations, sorted up,
 # sorted down or left alone, so no amount of imitation passes about 0.3: choosing is left to RL.
+
+
+def shuffled(n: int, *key) -> list:
+    """A permutation of range(n) that follows from the key."""
+    generator = torch.Generator().manual_seed(logra.stable_seed(*key))
+    return torch.randperm(n, generator=generator).tolist()
 
 
 def sorting_rows(seed: int):
@@ -323,12 +334,6 @@ def sorting_rows(seed: int):
         kept = hashlib.sha256(digits.encode()).digest()[0] < 26  # 10%
         (held_out if kept else training).append((f"built-in {digits}", row))
     return training, [held_out[i] for i in shuffled(len(held_out), "held out", seed)]
-
-
-def shuffled(n: int, *key) -> list:
-    """A permutation of range(n) that follows from the key."""
-    generator = torch.Generator().manual_seed(logra.stable_seed(*key))
-    return torch.randperm(n, generator=generator).tolist()
 
 
 def tiny_model(seed: int):
@@ -544,6 +549,13 @@ def exact_reward(completion: str, row: dict) -> float:
     return float(completion.strip() == str(row["answer"]).strip())
 
 
+def asked(function, sample) -> dict:
+    """What a reward gets beside completion and row, if it has arguments of these names."""
+    finish = "stop" if sample.finished else "length"
+    offered = {"token_ids": list(sample.completion), "finish_reason": finish}
+    return {k: offered[k] for k in offered if k in inspect.signature(function).parameters}
+
+
 def load_reward(name: str):
     """The reward function called `name`.  Raises UserError if there is none."""
     if name in ("number", "exact"):
@@ -561,13 +573,6 @@ def load_reward(name: str):
             raise TypeError(f"{function} is not a function")
         inspect.signature(found).bind("", {}, **asked(found, logra.Sample([], [], [], True)))
         return found
-
-
-def asked(function, sample) -> dict:
-    """What a reward gets beside completion and row, if it has arguments of these names."""
-    finish = "stop" if sample.finished else "length"
-    offered = {"token_ids": list(sample.completion), "finish_reason": finish}
-    return {k: offered[k] for k in offered if k in inspect.signature(function).parameters}
 
 
 class TooSlow(BaseException):
@@ -902,7 +907,7 @@ def append(path: Path, record: dict) -> None:
 
 
 def cut_journals(out: Path, step: int) -> None:
-    """Leave out what a run that goes on from `step` writes again, and half a line; 0 starts over."""
+    """Leave out half lines and what a run that goes on from `step` writes again; 0: everything."""
     for path in (out / "metrics.jsonl", out / "samples.jsonl"):
         if path.exists() and logra.my_rank() == 0:
             lines = [line for line in path.read_text().splitlines(True) if line.endswith("\n")]
@@ -1071,7 +1076,7 @@ def prepare(config: Config) -> SimpleNamespace:
     if it.checkpoint:
         it.state = load_state(it.checkpoint)
         if it.state["step"] > config.steps:
-            raise UserError(f"--steps {config.steps}: {it.out} is at step {it.state['step']}")
+            raise UserError(f"--steps {config.steps}: {it.out} is at step {it.state['step']} now")
     if config.model:
         rows = [] if config.eval_only else read_rows(config.data)
         held_out = read_rows(config.eval_data) if config.eval_data else []
@@ -1116,7 +1121,7 @@ def prepare(config: Config) -> SimpleNamespace:
 
 
 def build_optimizer(config: Config, it):
-    """What turns backward passes into steps.  With several ranks the model is sharded on the way."""
+    """What turns backward passes into steps.  Several ranks shard the model on the way."""
     if config.checkpointing:
         logra.checkpoint_layers(it.model)
     if logra.world() > 1:
