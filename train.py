@@ -694,7 +694,7 @@ def save_checkpoint(step: int, it, optimizer, control) -> None:
             held[name] = tensor.to("cpu", torch.float32 if is_target else it.stored)
     state = {"step": step, "mismatch": control.mismatch, "baseline": control.baseline}
     state["optimizer"] = optimizer.state_dict()  # all ranks gather it
-    with together(), blame(f"{final} cannot be written; {last_words(it.out)}"):
+    with together(), blame(f"{final} cannot be written ({last_words(it.out)})"):
         try:
             if first:  # the others wait
                 shutil.rmtree(aside, ignore_errors=True)
@@ -740,7 +740,8 @@ def restore(state, path, optimizer, control) -> int:
 def wilson(share: float, n: int, z=1.96) -> list:
     """The 95% interval of a share of n (Wilson 1927)."""
     half = z * math.sqrt(max(share * (1 - share), 0) / n + z * z / (4 * n * n))
-    return [(share + z * z / (2 * n) + sign * half) / (1 + z * z / n) for sign in (-1, 1)]
+    ends = ((share + z * z / (2 * n) + sign * half) / (1 + z * z / n) for sign in (-1, 1))
+    return [min(max(end, 0.0), 1.0) for end in ends]  # without what rounding puts beyond
 
 
 def evaluate(generator, examples, reward, config, temperature):
