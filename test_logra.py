@@ -3407,12 +3407,13 @@ def test_resuming_before_the_first_save_repeats_nothing(lab, tmp_path):
 
 
 def test_a_finished_run_resumes_to_nothing(lab, tmp_path):
-    """No line and no tensor changes."""
+    """No line and no tensor changes, and the first checkpoint, once deleted, is not made again."""
     run = tmp_path / "run"
-    shutil.copytree(lab / "done", run)
+    shutil.copytree(lab / "done", run, ignore=shutil.ignore_patterns("step-0"))
     before, checkpoint = journal(run, evaluations=True), snapshot(run / "step-4")
     assert main(lab, f"--resume {run}") == 0
     assert journal(run, evaluations=True) == before and snapshot(run / "step-4") == checkpoint
+    assert not (run / "step-0").exists()
 
 
 def test_a_half_written_checkpoint_is_not_resumed_from(lab, tmp_path):
@@ -3637,7 +3638,7 @@ def test_a_reward_that_fails_stops_the_run_and_names_the_row(lab, tmp_path, caps
 def test_interval_is_wilsons(right, n):
     """Its ends are the p with (right / n - p)^2 = 1.96^2 p (1 - p) / n; in [0, 1] also at 0 and 1."""
     low, high = train.wilson(right / n, n)
-    assert -1e-12 < low < high < 1 + 1e-12 and low - 1e-12 < right / n < high + 1e-12
+    assert 0 <= low < high <= 1 and low - 1e-12 < right / n < high + 1e-12
     for p in (low, high):
         assert (right / n - p) ** 2 == pytest.approx(1.96**2 * p * (1 - p) / n, abs=1e-12)
 

