@@ -69,11 +69,11 @@ class UserError(Exception):
 
 @contextlib.contextmanager
 def together():
-    """A UserError inside is raised by all ranks, so that none waits for another."""
+    """An error inside is raised by all ranks, so that none waits for another."""
     failure = None
     try:
         yield
-    except UserError as error:
+    except Exception as error:  # noqa: BLE001, the other ranks must hear of it
         failure = error
     logra.raise_together(failure)
 
@@ -187,7 +187,7 @@ class Config:
     verify_step: bool = flag(
         False, "measure the KL of each step and take back the excess (in bfloat16 1e-4 is noise)"
     )
-    probe_responses: int = flag(2, "answers on which KL is predicted")
+    probe_responses: int = flag(2, "answers of each rank on which KL is predicted")
     kl_check_every: int = flag(10, "updates between measurements of the realised KL; 0: none")
 
     # Sync, evaluation, checkpoints
@@ -297,11 +297,16 @@ def parse(argv) -> Config:
         raise UserError("--model needs --data FILE.jsonl to train on")
     if not config.model and (config.data or config.eval_data):
         raise UserError("--data and --eval-data need --model DIR_OR_NAME")
-    ranks = config.world_size if config.estimate_memory else int(os.environ.get("WORLD_SIZE", "1"))
+    started = os.environ.get("WORLD_SIZE", "1")
+    if started != "1" and "TORCHELASTIC_RUN_ID" not in os.environ:
+        raise UserError(f"WORLD_SIZE is {started}, but it is not torchrun that has started this")
+    if not config.estimate_memory and (config.world_size > 1 or config.max_length):
+        raise UserError("--world-size and --max-length are for --estimate-memory; see torchrun")
+    ranks = config.world_size if config.estimate_memory else int(started)
     trainers = ranks - config.generation_ranks
     if trainers < 1:
         raise UserError(f"--generation-ranks {config.generation_ranks} of {ranks} leaves no rank")
-    if (prompts := config.prompts_per_step) < trainers:
+    if (prompts := config.prompts_per_step) < trainers and not config.estimate_memory:
         raise UserError(f"--prompts-per-step {prompts} is less than the {trainers} training ranks")
     if config.engine == "hf" and ranks > 1:
         raise UserError("--engine hf generates with one rank only; use --engine vllm")
@@ -593,7 +598,8 @@ def score(function, tokenizer, seconds, sample) -> float:
     try:
         value = float(function(completion, sample.row.row, **asked(function, sample)))
     except (Exception, SystemExit, TooSlow) as error:
-        raise UserError(f"the reward raised {error!r} on row {sample.row.where}") from error
+        words = repr(error)[:300]
+        raise UserError(f"the reward raised {words} on row {sample.row.where}") from error
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
@@ -607,15 +613,21 @@ def score(function, tokenizer, seconds, sample) -> float:
 # ------------------------------------------------------------------------------------------------
 
 
+def model_config(path):
+    """The configuration of a model.  Raises ValueError if it cannot be trained as it is stored."""
+    config = transformers.AutoConfig.from_pretrained(path)
+    if getattr(config, "quantization_config", None):
+        raise ValueError("its weights are quantised; give the model as it was before that")
+    return config
+
+
 def load_model(path: str, flag_name: str):
     """The model as it is stored, its weights in mapped files; its tokenizer; and its dtype."""
     here = "" if Path(path).is_dir() else "is no directory here, and "
     with blame(f"{flag_name} {path} {here}cannot be loaded"):
         if (Path(path) / "adapter_config.json").exists():
             raise ValueError("it holds adapters; merge them into the model first")
-        config = transformers.AutoConfig.from_pretrained(path)
-        if getattr(config, "quantization_config", None):
-            raise ValueError("its weights are quantised; give the model as it was before that")
+        model_config(path)
         tokenizer = transformers.AutoTokenizer.from_pretrained(path)
         model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype="auto")
     stored = model.get_input_embeddings().weight.dtype  # what the files hold, whatever config says
@@ -932,8 +944,9 @@ def memory_terms(model, config: Config, method: str, stored: int):
     method: "adamw", "lora" or "logra".  stored: bytes of a number in the model's files.
     An update has several micro-batches: gradients of the first lie there while the last runs.
     """
-    layers, every = (logra.find_targets(model, names).values() for names in (config.targets, ()))
+    layers = logra.find_targets(model, config.targets).values()
     blocks, shape = logra.decoder_layers(model), model.config.get_text_config()
+    every = [m for m in blocks.modules() if isinstance(m, torch.nn.Linear)]
     r, ours, ranks = config.rank, method == "logra", config.world_size - config.generation_ranks
     # Numbers: of the trained weights, the widest of them, a whole layer, and what is frozen
     weights, widest = (f(m.weight.numel() for m in layers) for f in (sum, max))
@@ -1015,7 +1028,7 @@ def estimate_memory(config: Config) -> None:
     load_json(path)
     targets = f" with --targets {' '.join(config.targets)}" if config.targets else ""
     with blame(f"--model {path}{targets} cannot be estimated"):
-        settings = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
+        settings = model_config(path)
         with torch.device("meta"):  # shapes without memory
             model = transformers.AutoModelForCausalLM.from_config(settings)
         layers = logra.find_targets(model, config.targets).values()
@@ -1300,6 +1313,7 @@ def run(config: Config, wire=None) -> None:
     loop = logra.grpo(it.model, generator, optimizer, control, draw, it.reward, config, step)
     first, n = logra.my_rank() == 0, config.steps
     bar = tqdm(total=n, initial=step, unit="step", leave=False, disable=not first)
+    done = optimizer.update
     try:
         for metrics in loop:
             del metrics["samples"]
@@ -1309,7 +1323,7 @@ def run(config: Config, wire=None) -> None:
             say(step_line(metrics), sys.stdout)
             if not last_of_step:
                 continue
-            step = metrics["step"]
+            step, done = metrics["step"], optimizer.update
             bar.update()
             clock.last = time.perf_counter()
             if it.held_out and (step % config.eval_every == 0 or step == n):
@@ -1318,10 +1332,10 @@ def run(config: Config, wire=None) -> None:
             if step % config.save_every == 0 or step == n:
                 save(step)
                 clock.lap("save")
-    except FloatingPointError as error:  # the update had begun: this is no state to save
-        raise UserError(f"{error}; {last_words(it.out)}") from None
-    except (UserError, logra.StopRun) as error:  # rewards come before anything moves
-        save(step)
+    except (UserError, logra.StopRun, FloatingPointError) as error:
+        if isinstance(error, FloatingPointError) or optimizer.update != done:
+            raise UserError(f"{error}; {last_words(it.out)}") from None  # no state to save
+        save(step)  # rewards come before anything moves
         saved = f"{it.out}/step-{step}"
         raise UserError(f"{error}; stopped after step {step}, saved in {saved}") from None
     finally:
@@ -1338,7 +1352,8 @@ FULL = ("out of memory", "can't allocate memory")  # words of torch's errors
 
 def main(argv) -> int:
     """Exit code 0; 2 with one sentence if the user can put something right; 130 after Ctrl-C."""
-    config, rank, wait = None, int(os.environ.get("RANK", "0")), False
+    config, wait = None, False
+    rank = int(os.environ["RANK"]) if "TORCHELASTIC_RUN_ID" in os.environ else 0
     try:
         config = parse(argv)
         if config.estimate_memory:
