@@ -1384,7 +1384,8 @@ class RemoteGenerator:
 def serve(wire, start) -> None:
     """What a generation rank does: start an engine by start(...), generate, update, until "stop".
 
-    What goes wrong here is said to the training ranks; if they are gone, it is over.
+    A request is a tuple (verb, ...) of each training rank, an answer a list, or the words of an
+    error; who only listens says None.  If the training ranks are gone, it is over.
     """
 
     def receive(announced):

@@ -174,7 +174,7 @@ class Config:
     refresh: int = flag(1, "updates between two draws of A; 0: never redrawn")
     update_ratio: float = flag(6e-5, "size of a proposed step relative to the weights")
     keep_layer_norm: bool = flag(True, "each layer keeps the norm of its sketch (row_adam)")
-    lr: float = flag(1e-6, "first learning rate of --optimizer adamw and lora")
+    lr: float = flag(1e-6, "first learning rate of adamw, and of lora, which wants a larger one")
     lr_final: float = flag(1e-7, "and that of update number --kl-budget-steps, by a cosine")
 
     # KL control
@@ -253,7 +253,8 @@ def dashed(name: str) -> str:
 
 def parse(argv) -> Config:
     """The configuration from the command line.  Raises UserError naming the flag at fault."""
-    parser = transformers.HfArgumentParser(Config, allow_abbrev=False, description=__doc__)
+    about = f"{__doc__.splitlines()[0]}  Without --model the defaults are {BUILT_IN}."
+    parser = transformers.HfArgumentParser(Config, allow_abbrev=False, description=about)
     parser.formatter_class = transformers.hf_argparser.ArgumentDefaultsHelpFormatter
 
     def error(message):
@@ -290,7 +291,7 @@ def parse(argv) -> Config:
     if config.group_size == 1 and config.advantage == "group":
         raise UserError("--group-size must be at least 2, not 1, unless --advantage running_mean")
     if config.eval_only and not (config.eval_data if config.model else config.resume):
-        raise UserError("--eval-only needs --model and --eval-data FILE.jsonl, or --resume RUN")
+        raise UserError("--eval-only needs --eval-data FILE.jsonl, with --model or --resume RUN")
     if config.estimate_memory and not config.model:
         raise UserError("--estimate-memory needs --model DIR_OR_CONFIG_JSON")
     if config.model and not (config.data or config.eval_only or config.estimate_memory):
@@ -1303,6 +1304,8 @@ def run(config: Config, wire=None) -> None:
     if begins:
         save(0)  # the engine starts from a directory
     cut_journals(it.out, step)
+    if config.resume:
+        say(f"going on after step {step}")
     generator = start_engine(config, it, wire, optimizer)
     clock.lap("start")
 
@@ -1384,7 +1387,7 @@ def main(argv) -> int:
     except KeyboardInterrupt:
         message, code = "interrupted before anything was written", 130
         if config and config.out and Path(config.out).exists():
-            message = f"interrupted; go on with --resume {config.out}"
+            message = f"interrupted; {last_words(config.out)}; go on with --resume {config.out}"
     if (rank or wait) and code != 130:
         time.sleep(15)  # rank 0 says the same, and torchrun then ends this one; or else it speaks
         message = message.replace("error:", f"error: rank {rank}:", 1)
