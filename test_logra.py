@@ -2860,6 +2860,10 @@ BAD_INPUT = {
     "turn of pictures": (f"{MODEL} --data {{lab}}/picture.jsonl", "picture.jsonl:2 content text"),
     "chat with its answer": (f"{MODEL} --data {{lab}}/ended.jsonl", "ended.jsonl:2 assistant"),
     "template arguments no JSON": (f"{DATA} --template-kwargs {{{{a", "--template-kwargs JSON"),
+    "template argument cut short": (
+        f'{DATA} --template-kwargs {{{{"enable":false}}}}',
+        "--template-kwargs enable",
+    ),
     "template arguments no object": (f"{DATA} --template-kwargs [1]", "--template-kwargs object"),
     "template argument unknown": (
         f'{DATA} --template-kwargs {{{{"thinking":false}}}}',
@@ -3492,6 +3496,93 @@ def test_last_screen_pairs_the_same_prompt_before_and_after(lab, tmp_path, capsy
 # ------------------------------------------------------------------------------------------------
 # Rewards
 # ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("answer", ["3\\sqrt{2}", "(3, 4)", "3+2i", "5 or 7", "1 1/2", "- 18"])
+def test_an_answer_that_is_no_number_is_refused(answer):
+    """Read as strictly as a box, or completions would be paid for another number than meant."""
+    assert train.wanted_number({"answer": answer}) is None
+
+
+def test_a_sign_apart_from_its_marked_number_is_in_doubt():
+    for text in ("\\boxed{- 18}", "#### - 18", "\\boxed{-{18}}", "\\boxed{-(18)}"):
+        assert train.number_reward(text, {"answer": 18}) == 0
+    assert train.number_reward("\\boxed{-18}", {"answer": -18}) == 1
+
+
+def test_a_reward_cannot_change_its_row(tmp_path):
+    """What it writes there would be another answer in the next step."""
+    seen = []
+
+    def reward(completion, row):
+        seen.append(row["answer"])
+        row["answer"] = "changed"
+        return 1.0
+
+    sample = logra.Sample([1], [1], [0.0], True, row=train.Example([1], {"answer": "a"}, "here:1"))
+    for _ in range(2):
+        assert train.score(reward, tokenizer_with_bos(), 5.0, sample) == 1.0
+    assert seen == ["a", "a"]
+
+
+def test_reward_arguments_out_of_order_are_refused(tmp_path):
+    for arguments in ("row, completion", "prompt, completion"):
+        (tmp_path / "mine.py").write_text(f"def f({arguments}):\n    return 0.0\n")
+        with pytest.raises(train.UserError, match="completion, row"):
+            train.load_reward(f"{tmp_path}/mine.py:f")
+
+
+def test_weights_that_the_files_lack_are_not_made_up(tmp_path):
+    model = tiny_llama()
+    kept = {k: v for k, v in model.state_dict().items() if "layers.0.mlp.up_proj" not in k}
+    saved_model(tmp_path, model)
+    model.save_pretrained(tmp_path, state_dict=kept)
+    with pytest.raises(train.UserError, match="lack 1 weights, such as .*up_proj"):
+        train.load_model(str(tmp_path), "--model")
+
+
+def test_a_head_of_its_own_survives_a_config_that_says_tied(lab, tmp_path):
+    """The export has both matrices, and a config that says so."""
+    saved_model(tmp_path / "model", tiny_llama(seed=5, vocab_size=64), tie_word_embeddings=True)
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    assert config["tie_word_embeddings"]
+    argv = f"--model {tmp_path}/model --data {{lab}}/good.jsonl --engine hf --steps 1 --rank 4"
+    argv += f" --max-new-tokens 4 --out {tmp_path}/run"
+    assert main(lab, argv) == 0
+    before, after = tensors(tmp_path / "model"), tensors(tmp_path / "run" / "step-1")
+    assert torch.equal(after["lm_head.weight"], before["lm_head.weight"])
+    reloaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "step-1")
+    assert torch.equal(reloaded.lm_head.weight, before["lm_head.weight"])
+    assert not torch.equal(reloaded.lm_head.weight, reloaded.model.embed_tokens.weight)
+
+
+def test_end_tokens_outside_the_vocabulary_are_none():
+    model, tokenizer = tiny_llama(), tokenizer_with_bos()
+    model.generation_config.eos_token_id = [2, -1, 99_999]
+    assert train.end_tokens(model, tokenizer) == sorted({2, tokenizer.eos_token_id})
+
+
+def test_an_evaluation_whose_reward_failed_is_made_up_for(lab, tmp_path):
+    """After the last step, too: the resumed run has the evaluation of step 2, greedy included."""
+    (tmp_path / "mine.py").write_text(
+        "from pathlib import Path\n"
+        "def f(completion, row):\n"
+        f"    fails = Path('{tmp_path}/run/step-1').exists() and Path('{tmp_path}/fails').exists()\n"
+        "    if fails and row['answer'] == 'held out':\n"
+        "        raise ValueError('not now')\n"
+        "    return float(len(completion))\n"
+    )
+    (tmp_path / "fails").touch()
+    jsonl(tmp_path / "held.jsonl", row(answer="held out"))
+    argv = f"{DATA} --eval-data {tmp_path}/held.jsonl --reward {tmp_path}/mine.py:f --steps 2"
+    argv = f"{argv} --prompts-per-step 2 --group-size 2 --save-every 1 --eval-every 2"
+    assert main(lab, f"{argv} --out {tmp_path}/run") == 2
+    assert [r["step"] for r in journal(tmp_path / "run", evaluations=True)] == [0, 1, 2]
+    (tmp_path / "fails").unlink()
+    assert main(lab, f"--resume {tmp_path}/run") == 0
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    made = [r for r in map(json.loads, lines) if "eval_accuracy" in r]
+    assert [r["step"] for r in made] == [0, 2] and "greedy" in made[1]
 
 
 def test_reward_file_sees_the_completion_and_the_row(lab, tmp_path):

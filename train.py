@@ -19,6 +19,7 @@ checkpoints, evaluation, screen, memory estimate, main.  It holds no mathematics
 """
 
 import contextlib
+import copy
 import dataclasses
 import fcntl
 import functools
@@ -436,7 +437,7 @@ def encode(tokenizer, prompt, where, system=None, options=None) -> list:
     joined by a blank line, and the tokenizer adds what it puts before any text.
     """
     chat = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
-    if system and chat[0]["role"] != "system":
+    if system is not None and chat[0]["role"] != "system":
         chat = [{"role": "system", "content": system}, *chat]
     if isinstance(prompt, list) and not tokenizer.chat_template:
         raise UserError(f"{where} is a chat, but the tokenizer has no chat template")
@@ -447,6 +448,8 @@ def encode(tokenizer, prompt, where, system=None, options=None) -> list:
             return list(tokenizer.apply_chat_template(chat, **fixed, **(options or {})))
         text = "\n\n".join(turn["content"] for turn in chat)
         ids, end = tokenizer.encode(text), tokenizer.eos_token  # some tokenizers add one
+        if ids[:2] == [tokenizer.bos_token_id] * 2:  # the text's own and the tokenizer's
+            ids = ids[1:]
         return ids[:-1] if ids[-1:] == [tokenizer.eos_token_id] and not text.endswith(end) else ids
 
 
@@ -456,10 +459,12 @@ def template_options(tokenizer, config) -> tuple:
     with blame(f"--template-kwargs {config.template_kwargs} is no JSON object"):
         options = dict(json.loads(config.template_kwargs))
     for name in options:
-        if name not in str(tokenizer.chat_template):
+        if not re.search(rf"\b{re.escape(name)}\b", str(tokenizer.chat_template or "")):
             raise UserError(f"--template-kwargs: the chat template does not know {name}")
-    if system := config.system:
-        once, twice = (encode(tokenizer, "a", "--system", system * n, options) for n in (1, 2))
+    if (system := config.system) is not None:
+        once, twice = (
+            encode(tokenizer, "a", "--system", (system or "b") * n, options) for n in (1, 2)
+        )
         if once == twice:
             raise UserError("--system: the chat template leaves the system turn out")
     return system, options
@@ -481,7 +486,7 @@ def load_examples(rows, tokenizer, max_tokens, flag_name, *template) -> list:
 # A candidate: a sign that may be its own, and all that is glued to its first digit
 NUMBER = re.compile(r"([-+−–]?)(\.?[0-9][0-9.,/:^*_]*(?:[eE][-+]?[0-9]+)?)")
 PLAIN = r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][-+]?[0-9]{1,3})?"
-MARKED = re.compile(r"####[ \t]*[-+−–$€£\\*]*\.?[0-9].*")
+MARKED = re.compile(r"####[-+−–$€£\\* \t]*\.?[0-9].*")
 LATEX = [  # what LaTeX writes otherwise; a "*" keeps a product in one piece, which is no number
     (re.compile(r"([-+−–])\\?[$€£](?=[0-9.])"), r"\1"),
     (re.compile(r"\\[,!]|\^?\{?\\circ\b"), ""),
@@ -529,8 +534,11 @@ def last_number(text: str):
             found.append((own and sign not in ("", "+"), digits))
             if len(found) == 2:
                 break
-    if not found or (marks or box >= 0) and (len(found) == 2 or SYMBOLIC.search(text)):
+    marked = marks or box >= 0
+    if not found or marked and (len(found) == 2 or SYMBOLIC.search(text)):
         return None
+    if marked and not found[0][0] and re.search(r"[-−–][^0-9]*[0-9]", text):
+        return None  # \\boxed{- 18}: a sign that does not touch its number
     negative, digits = found[0]
     parts = digits.split("/")
     if len(digits) > 100 or len(parts) > 2 or not all(re.fullmatch(PLAIN, part) for part in parts):
@@ -540,9 +548,13 @@ def last_number(text: str):
 
 
 def wanted_number(row: dict):
-    """The answer of a row as an exact fraction: a number, or that of a text; or None."""
+    """The answer of a row as an exact fraction: a number, or that of a text; or None.  A text that
+    marks nothing is read as strictly as a box: 3`\\sqrt{2}` or (3, 4) is no number."""
     answer = row["answer"]
-    return last_number(answer) if isinstance(answer, str) else Fraction(str(answer))
+    if not isinstance(answer, str):
+        return Fraction(str(answer))
+    marked = "\\boxed{" in answer or MARKED.search(answer)
+    return last_number(answer if marked else f"\\boxed{{{answer}}}")
 
 
 def number_reward(completion: str, row: dict) -> float:
@@ -578,7 +590,11 @@ def load_reward(name: str):
         found = getattr(module, function)
         if not callable(found):
             raise TypeError(f"{function} is not a function")
-        inspect.signature(found).bind("", {}, **asked(found, logra.Sample([], [], [], True)))
+        signature = inspect.signature(found)
+        signature.bind("", {}, **asked(found, logra.Sample([], [], [], True)))
+        for argument, place in (("completion", 0), ("row", 1)):
+            if argument in signature.parameters and [*signature.parameters][place] != argument:
+                raise TypeError(f"it is called as {function}(completion, row)")
         return found
 
 
@@ -597,8 +613,11 @@ def score(function, tokenizer, seconds, sample) -> float:
     before = signal.signal(signal.SIGALRM, stop)
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
-        value = float(function(completion, sample.row.row, **asked(function, sample)))
-    except (Exception, SystemExit, TooSlow) as error:
+        row = copy.deepcopy(sample.row.row)  # it may write to it
+        value = float(function(completion, row, **asked(function, sample)))
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         words = repr(error)[:300]
         raise UserError(f"the reward raised {words} on row {sample.row.where}") from error
     finally:
@@ -630,10 +649,16 @@ def load_model(path: str, flag_name: str):
             raise ValueError("it holds adapters; merge them into the model first")
         model_config(path)
         tokenizer = transformers.AutoTokenizer.from_pretrained(path)
-        model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype="auto")
+        load = transformers.AutoModelForCausalLM.from_pretrained
+        model, info = load(path, dtype="auto", output_loading_info=True)
+        if lost := sorted(info["missing_keys"]):  # transformers would make them up
+            raise ValueError(f"its files lack {len(lost)} weights, such as {lost[0]}")
     stored = model.get_input_embeddings().weight.dtype  # what the files hold, whatever config says
     if getattr(model.config.get_text_config(), "attn_logit_softcapping", None):
         model.set_attn_implementation("eager")  # Gemma 2: the default one forgets the cap
+    # The config may say that they are one where the files have two
+    tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    model.config.tie_word_embeddings = tied
     model.generation_config.do_sample = True  # or a temperature in it makes saving impossible
     return model.eval(), tokenizer, stored
 
@@ -671,6 +696,7 @@ def end_tokens(model, tokenizer) -> list:
     some that the others do not."""
     known = [where.eos_token_id for where in (model.generation_config, model.config, tokenizer)]
     ids = {i for some in known for i in (some if isinstance(some, list) else [some])} - {None}
+    ids = {i for i in ids if 0 <= i < len(model.get_input_embeddings().weight)}
     if not ids:
         raise UserError("neither the model nor its tokenizer knows an end-of-sequence token")
     return sorted(ids)
@@ -807,7 +833,7 @@ def step_line(m: dict) -> str:
         f" | KL {kl} | alpha {m['alpha']:.2f}"
         f" | {m['tokens_per_second'] / 1000:.1f}k tok/s | {m['peak_gib']:.2f} GiB | {seconds} s"
         + (f" | wire {m['wire_bytes'] / 1e6:.2f} MB" if m["wire_bytes"] else "")
-        + (" | no group has a signal: nothing moved" if m["dead_groups"] == 1 else "")
+        + (" | no answer has a signal: nothing moved" if m["alpha"] == 0 else "")
         + (" | every answer is cut: raise --max-new-tokens" if m["truncated"] == 1 else "")
     )
 
@@ -929,6 +955,13 @@ def cut_journals(out: Path, step: int) -> None:
             kept = [line for line in lines if step and json.loads(line)["step"] <= step]
             path.with_suffix(".partial").write_text("".join(kept))
             path.with_suffix(".partial").rename(path)
+
+
+def evaluated(out: Path, step: int) -> bool:
+    """Whether the journal has the evaluation of this step."""
+    path = out / "metrics.jsonl"
+    records = map(json.loads, path.read_text().splitlines() if path.exists() else ())
+    return any("eval_accuracy" in r and r["step"] == step for r in records)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -1163,8 +1196,7 @@ def build_optimizer(config: Config, it):
 
 def vllm_engine(prompt, *options):
     """A vLLM engine that has answered a prompt.  Raises UserError if vLLM refuses."""
-    kinds = (ImportError, ValueError, RuntimeError)  # vLLM's own words: too little memory, ...
-    with blame("the engine does not start (--engine hf needs no vLLM)", kinds):
+    with blame("the engine does not start (--engine hf needs no vLLM)"):
         generator = logra.VLLMGenerator(*options)
         generator.generate([prompt], [0], 1)  # some models are refused only here
         return generator
@@ -1303,18 +1335,23 @@ def run(config: Config, wire=None) -> None:
     save = functools.partial(save_checkpoint, it=it, optimizer=optimizer, control=control)
     if begins:
         save(0)  # the engine starts from a directory
+    n = config.steps
+
+    def is_due(step):
+        return it.held_out and (step % config.eval_every == 0 or step == n)
+
     cut_journals(it.out, step)
     if config.resume:
         say(f"going on after step {step}")
     generator = start_engine(config, it, wire, optimizer)
     clock.lap("start")
 
-    if it.held_out and step == 0:
-        assess(config, it, generator, 0, greedy=True)
+    if is_due(step) and not evaluated(it.out, step):  # or a reward failed in it
+        assess(config, it, generator, step, greedy=step in (0, n))
         clock.lap("evaluate")
     draw = functools.partial(draw_prompts, it.examples, config)
     loop = logra.grpo(it.model, generator, optimizer, control, draw, it.reward, config, step)
-    first, n = logra.my_rank() == 0, config.steps
+    first = logra.my_rank() == 0
     bar = tqdm(total=n, initial=step, unit="step", leave=False, disable=not first)
     done = optimizer.update
     try:
@@ -1329,7 +1366,7 @@ def run(config: Config, wire=None) -> None:
             step, done = metrics["step"], optimizer.update
             bar.update()
             clock.last = time.perf_counter()
-            if it.held_out and (step % config.eval_every == 0 or step == n):
+            if is_due(step):
                 assess(config, it, generator, step, greedy=step == n)
                 clock.lap("evaluate")
             if step % config.save_every == 0 or step == n:
