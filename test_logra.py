@@ -3562,6 +3562,19 @@ def test_end_tokens_outside_the_vocabulary_are_none():
     assert train.end_tokens(model, tokenizer) == sorted({2, tokenizer.eos_token_id})
 
 
+def test_other_prompts_are_not_resumed_on(lab, tmp_path, capsys):
+    """The same path with another row would be another run from the next step on."""
+    shutil.copy(lab / "good.jsonl", tmp_path / "rows.jsonl")
+    argv = f"{DATA} --data {tmp_path}/rows.jsonl --steps 1 --save-every 1 --prompts-per-step 2"
+    assert main(lab, f"{argv} --group-size 2 --out {tmp_path}/run") == 0
+    jsonl(tmp_path / "rows.jsonl", row("three"))
+    before = snapshot(tmp_path / "run")
+    assert main(lab, f"--resume {tmp_path}/run --steps 2") == 2
+    (sentence,) = errors(capsys.readouterr().err)
+    assert "--data" in sentence and "rows.jsonl" in sentence
+    assert snapshot(tmp_path / "run") == before
+
+
 def test_an_evaluation_whose_reward_failed_is_made_up_for(lab, tmp_path):
     """After the last step, too: the resumed run has the evaluation of step 2, greedy included."""
     (tmp_path / "mine.py").write_text(

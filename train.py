@@ -733,6 +733,7 @@ def save_checkpoint(step: int, it, optimizer, control) -> None:
             is_target = name.removesuffix(".weight") in it.layers
             held[name] = tensor.to("cpu", torch.float32 if is_target else it.stored)
     state = {"step": step, "mismatch": control.mismatch, "baseline": control.baseline}
+    state["prompts"] = it.prompts
     state["optimizer"] = optimizer.state_dict()  # all ranks gather it
     with together(), blame(f"{final} cannot be written ({last_words(it.out)})"):
         try:
@@ -1109,7 +1110,8 @@ def prepare(config: Config) -> SimpleNamespace:
 
     Returns what a run is made of: out (Path), checkpoint (Path or None) and state (its trainer.pt),
     model, tokenizer, stored (the dtype in the files), layers ({path: nn.Linear}, what is trained),
-    examples, held_out, eos_ids, max_length (tokens), reward(sample).
+    examples, prompts (a number that stands for them), held_out, eos_ids, max_length (tokens),
+    reward(sample).
     """
     it = SimpleNamespace(checkpoint=None, state=None, stored=torch.float32)
     reward = load_reward(config.reward)
@@ -1141,6 +1143,11 @@ def prepare(config: Config) -> SimpleNamespace:
     it.examples = it.held_out = load_examples(held_out, *fit, "--eval-data", *template)
     if not config.eval_only:
         it.examples = load_examples(rows, *fit, "--data", *template)
+        it.prompts = logra.stable_seed(*(example.ids for example in it.examples))
+        if it.state and it.state["prompts"] != it.prompts:  # another file, or a template of the day
+            raise UserError(
+                f"--data {config.data}: not the prompts that {config.resume} began with"
+            )
     embeddings = it.model.get_input_embeddings().weight.shape[0]
     for example in (*it.examples, *it.held_out):
         where, top = example.where, max(example.ids, default=None)
