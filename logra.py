@@ -627,8 +627,8 @@ class LoGRA(torch.optim.Optimizer):
 
     @torch.no_grad()
     def propose(self, tokens: int) -> None:
-        """S -> U in the buffer.  The loss was a sum over tokens, of all micro-batches and ranks; here
-        is the one division by their number.
+        """S -> U in the buffer.  The loss was a sum over tokens, of all micro-batches and ranks;
+        here is the one division by their number.
 
         Raises FloatingPointError if the sketch is not finite; no weight has moved then.
         """
@@ -1081,7 +1081,7 @@ class KLControl:
 
 def group_advantages(rewards: torch.Tensor, divide_by_std: bool = True) -> torch.Tensor:
     """Advantages [P, G] of the G answers to each of P prompts: (reward - mean) / std of the group
-    (GRPO 2402.03300, 4.1), or without the std (Dr. GRPO 2503.20783).  Equal rewards get exactly 0."""
+    (GRPO 2402.03300, 4.1), or without the std (Dr. GRPO 2503.20783).  Equal rewards get 0."""
     rewards = rewards.double()
     centred = rewards - rewards.mean(1, keepdim=True)
     std = rewards.std(1, correction=0, keepdim=True)

@@ -1644,7 +1644,7 @@ def spread_of_tokens(sample):
 
 
 def sketch_norm(samples):
-    """||sum adv grad log p A^T|| over the layers, by autograd on the model that loop() starts from."""
+    """||sum adv grad log p A^T|| over the layers, by autograd on the model of loop()."""
     sketches, _ = sketched(tiny_qwen2(peak=3.0))
     G = dense_gradients(tiny_qwen2(peak=3.0), sketches.layers, samples)
     S = [G[p] @ sketches.A[layer.in_features].T for p, layer in sketches.layers.items()]
@@ -3580,7 +3580,8 @@ def test_an_evaluation_whose_reward_failed_is_made_up_for(lab, tmp_path):
     (tmp_path / "mine.py").write_text(
         "from pathlib import Path\n"
         "def f(completion, row):\n"
-        f"    fails = Path('{tmp_path}/run/step-1').exists() and Path('{tmp_path}/fails').exists()\n"
+        f"    fails = Path('{tmp_path}/run/step-1').exists()\n"
+        f"    fails = fails and Path('{tmp_path}/fails').exists()\n"
         "    if fails and row['answer'] == 'held out':\n"
         "        raise ValueError('not now')\n"
         "    return float(len(completion))\n"
@@ -3762,7 +3763,7 @@ def test_a_reward_that_fails_stops_the_run_and_names_the_row(lab, tmp_path, caps
 
 @pytest.mark.parametrize("right, n", [(0, 5), (5, 10), (300, 300), (1, 3), (17, 500)])
 def test_interval_is_wilsons(right, n):
-    """Its ends are the p with (right / n - p)^2 = 1.96^2 p (1 - p) / n; in [0, 1] also at 0 and 1."""
+    """Its ends are the p with (right / n - p)^2 = 1.96^2 p (1 - p) / n, in [0, 1]."""
     low, high = train.wilson(right / n, n)
     assert 0 <= low < high <= 1 and low - 1e-12 < right / n < high + 1e-12
     for p in (low, high):
@@ -3931,7 +3932,8 @@ def test_the_objectives_run_and_resume(lab, tmp_path, argv):
     "flags",
     [
         *("", "--dtype bfloat16", "--sync full", "--optimizer adamw", "--optimizer lora"),
-        "--dtype bfloat16 --optimizer sketch_muon --verify-step --kl-budget 1e-8 --kl-budget-final 1e-8",
+        "--dtype bfloat16 --optimizer sketch_muon --verify-step --kl-budget 1e-8"
+        " --kl-budget-final 1e-8",
     ],
 )
 def test_the_engine_ends_a_run_with_the_trainers_weights(lab, tmp_path, monkeypatch, flags):
@@ -4055,7 +4057,7 @@ def test_a_killed_run_resumes_to_the_same_bits(tmp_path):
 def test_full_memory_and_lost_ranks_are_one_sentence(
     lab, tmp_path, monkeypatch, capsys, words, said
 ):
-    """With the last checkpoint that is whole; any other RuntimeError is a fault and shows itself."""
+    """With the last checkpoint that is whole; any other RuntimeError is a fault, and shown."""
     steps = iter([0, 0, 1])
 
     def fails(*args, **kwargs):
@@ -4202,7 +4204,7 @@ def floor_ratio(layers, method, r, N):
 
 
 def probe_forwards(tokens=512):
-    """Seconds of the KL probe, rank 256, over those of a forward of its tokens without gradients."""
+    """Seconds of the KL probe, rank 256, over those of a plain forward of its tokens."""
     model, ids = qwen2_of_size(*ONE_LAYER), torch.randint(0, 1000, (1, tokens), device=DEVICE)
     sketches = logra.attach_sketches(model, 256)
     sketches.buffer.normal_(0, 1e-3)
@@ -4308,7 +4310,7 @@ def two_threads(first, second):
 
 
 def synchronised(directory, model):
-    """Seconds of three synchronisations with a vLLM engine, rank 256, by factors and by whole weights;
+    """Seconds of three synchronisations with a vLLM engine, rank 256, by factors and by weights;
     the last factors; the weights.  The engine has the trainer's rounded weights in the end."""
     model.to(torch.bfloat16).save_pretrained(directory)
     optimizer = logra.LoGRA(logra.attach_sketches(model.float(), 256))
@@ -4969,7 +4971,7 @@ def test_two_ranks_that_fail_and_are_killed_resume_to_the_same_bits(two_ranks, t
 @pytest.mark.benchmark
 def test_ten_kills_at_random_points(two_ranks, tmp_path):
     """SIGKILL of a random rank at a random point, ten times: over within a minute, the checkpoint
-    whole; resumed at last, the run is the undisturbed one (minutes; pytest -m benchmark -k kills)."""
+    whole; resumed at last, the run is the undisturbed one (pytest -m benchmark -k kills)."""
     run, whole, chance = tmp_path / "run", two_ranks.out / "float32", random.Random(0)
     shutil.copytree(whole, run)
     resumed, seconds = ("--resume", run, "--save-every", 1), []
