@@ -3927,13 +3927,15 @@ def test_the_objectives_run_and_resume(lab, tmp_path, argv):
 # ------------------------------------------------------------------------------------------------
 
 
+BUDGET = "--kl-budget {0} --kl-budget-final {0}"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "flags",
     [
         *("", "--dtype bfloat16", "--sync full", "--optimizer adamw", "--optimizer lora"),
-        "--dtype bfloat16 --optimizer sketch_muon --verify-step --kl-budget 1e-8"
-        " --kl-budget-final 1e-8",
+        f"--dtype bfloat16 --optimizer sketch_muon --verify-step {BUDGET.format('1e-8')}",
     ],
 )
 def test_the_engine_ends_a_run_with_the_trainers_weights(lab, tmp_path, monkeypatch, flags):
