@@ -1144,7 +1144,7 @@ def prepare(config: Config) -> SimpleNamespace:
     if not config.eval_only:
         it.examples = load_examples(rows, *fit, "--data", *template)
         it.prompts = logra.stable_seed(*(example.ids for example in it.examples))
-        if it.state and it.state["prompts"] != it.prompts:  # another file, or a template of the day
+        if it.state and it.state["prompts"] != it.prompts:  # another file, or a template of today
             raise UserError(
                 f"--data {config.data}: not the prompts that {config.resume} began with"
             )
