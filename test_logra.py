@@ -46,7 +46,8 @@ row | fault                                    | test_...
  30 | the seed is ignored, or all alike        | seed_decides_the_sample,
     |                                          | a_seed_decides_its_engine_sample,
     |                                          | ranks_sample_different_answers_to_an_equal_prompt
- 31 | an engine a rank does not start          | the_engine_of_every_rank_has_the_trainers_weights
+ 31 | an engine a rank does not start          | the_engine_of_every_rank_has_the_trainers_weights,
+    |                                          | a_generation_rank_changes_nothing
  32 | unequal passes, NaN on one rank: a hang  | norms_and_kl_are_those_of_all_ranks,
     |                                          | nan_on_one_rank_stops_all_before_a_weight_moves
  33 | norms of sharded tensors are local       | norms_and_kl_are_those_of_all_ranks
