@@ -3557,6 +3557,21 @@ def test_a_head_of_its_own_survives_a_config_that_says_tied(lab, tmp_path):
     assert not torch.equal(reloaded.lm_head.weight, reloaded.model.embed_tokens.weight)
 
 
+def test_a_deep_bfloat16_model_is_known_and_a_head_that_scales_is_not(monkeypatch):
+    """Rounding of 40 layers refuses nothing; a head 5% off, or no attention, is refused."""
+    model = tiny_qwen2(torch.bfloat16, num_hidden_layers=40, initializer_range=0.06)
+    ids, layers, head = [1, 5, 9, 33, 7], logra.find_targets(model), logra.policy_head(model)
+    train.check_model(model, layers, ids)
+    with monkeypatch.context() as patch, pytest.raises(train.UserError, match="not supported"):
+        patch.setattr(logra, "policy_head", lambda _: lambda h: 1.05 * head(h))
+        train.check_model(model, layers, ids)
+    with monkeypatch.context() as patch, pytest.raises(train.UserError, match="not supported"):
+        attend = logra.blockwise_attention
+        nothing = lambda *args, **kw: (0 * attend(*args, **kw)[0], None)
+        patch.setattr(logra, "blockwise_attention", nothing)
+        train.check_model(model, layers, ids)
+
+
 def test_end_tokens_outside_the_vocabulary_are_none():
     model, tokenizer = tiny_llama(), tokenizer_with_bos()
     model.generation_config.eos_token_id = [2, -1, 99_999]

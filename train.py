@@ -685,9 +685,13 @@ def check_model(model, layers, ids) -> None:
         hook.remove()
     if other := sorted(layers.keys() - linear):
         raise UserError(f"--model: {name} does not use {other[0]} as a linear layer; see --targets")
+    plain = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
     z = model(ids, use_cache=False).logits
-    apart = (logra.policy_head(model)(hidden) - z).norm() / z.norm()
-    if tangent is None or not apart < (1e-3 if z.dtype == torch.float32 else 5e-2):
+    # Of 64 layers in bfloat16 the hidden states differ by 3% from one attention to another
+    few, many = (1e-3, 1e-3) if z.dtype == torch.float32 else (1e-2, 0.2)
+    attends = (hidden - plain).norm() < many * plain.norm()
+    same_head = (logra.policy_head(model)(plain) - z).norm() < few * z.norm()
+    if tangent is None or not (attends and same_head):
         raise UserError(f"--model: {name} has an attention, or a head, that is not supported")
 
 
