@@ -3377,18 +3377,24 @@ TRAIN = f"{DATA} --reward {{lab}}/reward.py:spread --prompts-per-step 2 --group-
 TRAIN += " --kl-budget 1e-2 --update-ratio 1e-3 --save-every 2"
 
 
-@pytest.mark.parametrize("name", ["qwen2", "llama"])
-def test_two_steps_and_two_more_are_four(lab, tmp_path, name):
-    """Resume is exact, with float32 masters where the model is stored in bfloat16 (42)."""
+def whole_and_halves(lab, tmp_path, argv):
+    """trainer.pt of four steps at once and of 2 steps and 2 more, whose journals and exports are
+    equal to the bit; and the journal."""
     whole, halves = tmp_path / "whole", tmp_path / "halves"
-    argv = f"{TRAIN} --model {{lab}}/{name}"
     assert main(lab, f"{argv} --steps 4 --out {whole}") == 0
     assert main(lab, f"{argv} --steps 2 --out {halves}") == 0
     assert main(lab, f"--resume {halves} --steps 4") == 0
     assert journal(halves) == journal(whole)
-    assert all(line["alpha"] > 0 for line in journal(whole))
     assert_same_tensors(tensors(whole / "step-4"), tensors(halves / "step-4"))
-    a, b = (train.load_state(run / "step-4") for run in (whole, halves))
+    return *(train.load_state(run / "step-4") for run in (whole, halves)), journal(whole)
+
+
+@pytest.mark.parametrize("name", ["qwen2", "llama"])
+def test_two_steps_and_two_more_are_four(lab, tmp_path, name):
+    """Resume is exact, with float32 masters where the model is stored in bfloat16 (42)."""
+    whole = tmp_path / "whole"
+    a, b, lines = whole_and_halves(lab, tmp_path, f"{TRAIN} --model {{lab}}/{name}")
+    assert all(line["alpha"] > 0 for line in lines)
     assert_same_tensors(a["weights"], b["weights"])
     assert torch.equal(a["optimizer"]["v"], b["optimizer"]["v"])
     assert a["optimizer"]["update"] == b["optimizer"]["update"] == 4
@@ -3576,6 +3582,13 @@ def test_end_tokens_outside_the_vocabulary_are_none():
     model, tokenizer = tiny_llama(), tokenizer_with_bos()
     model.generation_config.eos_token_id = [2, -1, 99_999]
     assert train.end_tokens(model, tokenizer) == sorted({2, tokenizer.eos_token_id})
+
+
+def test_a_state_that_is_not_whole_is_refused(tmp_path):
+    """One sentence that names the file and what it lacks, not a KeyError."""
+    torch.save({"step": 1, "weights": {}}, tmp_path / "trainer.pt")
+    with pytest.raises(train.UserError, match="trainer.pt cannot be read: it has no baseline"):
+        train.load_state(tmp_path)
 
 
 def test_other_prompts_are_not_resumed_on(lab, tmp_path, capsys):
@@ -3926,15 +3939,9 @@ def test_accuracies_have_their_interval_on_screen_and_in_the_journal(lab, tmp_pa
 )
 def test_the_objectives_run_and_resume(lab, tmp_path, argv):
     """2 steps and 2 more are 4, to the bit: the running mean is in the checkpoint."""
-    whole, halves = tmp_path / "whole", tmp_path / "halves"
-    argv = f"{TRAIN} --max-new-tokens 40 {argv}"
-    assert main(lab, f"{argv} --steps 4 --out {whole}") == 0
-    assert main(lab, f"{argv} --steps 2 --out {halves}") == 0
-    assert main(lab, f"--resume {halves} --steps 4") == 0
-    assert journal(halves) == journal(whole)
-    assert any(line["alpha"] > 0 for line in journal(whole))
-    assert_same_tensors(tensors(whole / "step-4"), tensors(halves / "step-4"))
-    a, b = (train.load_state(run / "step-4")["baseline"] for run in (whole, halves))
+    *states, lines = whole_and_halves(lab, tmp_path, f"{TRAIN} --max-new-tokens 40 {argv}")
+    assert any(line["alpha"] > 0 for line in lines)
+    a, b = (state["baseline"] for state in states)
     assert a == b and (a is not None) == ("running_mean" in argv)
 
 

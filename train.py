@@ -736,8 +736,8 @@ def save_checkpoint(step: int, it, optimizer, control) -> None:
         if first and not (name == f"{head}.weight" and model.config.tie_word_embeddings):
             is_target = name.removesuffix(".weight") in it.layers
             held[name] = tensor.to("cpu", torch.float32 if is_target else it.stored)
-    state = {"step": step, "mismatch": control.mismatch, "baseline": control.baseline}
-    state["prompts"] = it.prompts
+    state = {"step": step, "prompts": it.prompts}
+    state |= {"mismatch": control.mismatch, "baseline": control.baseline}
     state["optimizer"] = optimizer.state_dict()  # all ranks gather it
     with together(), blame(f"{final} cannot be written ({last_words(it.out)})"):
         try:
@@ -766,7 +766,11 @@ def save_checkpoint(step: int, it, optimizer, control) -> None:
 def load_state(path: Path) -> dict:
     """trainer.pt of a checkpoint.  Raises UserError if it cannot be read."""
     with blame(f"{path}/trainer.pt cannot be read"):
-        return torch.load(path / "trainer.pt", weights_only=True, mmap=True)
+        state = torch.load(path / "trainer.pt", weights_only=True, mmap=True)
+        parts = {"step", "mismatch", "baseline", "prompts", "optimizer", "weights"}
+        if lost := sorted(parts - state.keys()):
+            raise ValueError(f"it has no {lost[0]}")
+        return state
 
 
 def restore(state, path, optimizer, control) -> int:
