@@ -3067,11 +3067,44 @@ def test_summary_of_runs_is_that_of_hand_made_ones(tmp_path, capsys):
     rows = [line.split() for line in lines]
     words = "adamw 4 2 0.100 0.390 0.750 yes 5.500 3.000"
     assert f"{paths[1]} {words}".split() in rows
+    # All take 5.5 s, 2.5 of them for the first update: at the end nothing is left between them
+    assert sketched["mean_then"] == pytest.approx(0.6) and dense["mean_then"] == 0.39
+    assert dense["eval_accuracy"] == [[0, 0.1], [1, 0.8], [2, 0.39]]
+    assert sketched["kl"] == {"updates": 0} and "realised KL" not in out  # never measured here
     plots = [line[6:] for line in lines if "|" in line]
     assert len(plots) == 20 and plots[8] == "b" * 60  # the reward, .1; the later on top
     # Accuracy a: .2, .7, .6 in the mean.  b: .1, .8, .39; between the evaluations a straight line
     assert plots[10 + 2].strip() == "b" * len(plots[12].strip()) and plots[10 + 1] == ""
     assert plots[10 + 8][0] == "b" and plots[10 + 7][0] == "a" and plots[10 + 3].endswith("a")
+
+
+def test_summary_tells_accuracy_at_equal_seconds_and_kl_over_prediction(tmp_path, capsys):
+    """By hand: a run of one update of 2.5 s against one of two, 2.5 + 3 s; ratios .5, 1 and 2."""
+    paths = [made_run(tmp_path / "one", scores=(0.2, 0.4))]
+    paths += [made_run(tmp_path / "two", scores=(0.1, 0.5, 0.9))]
+    paths += [made_run(tmp_path / "slow", scores=(0.1, 0.9), lr=1.0)]
+    slow = tmp_path / "slow" / "metrics.jsonl"
+    slow.write_text(slow.read_text().replace('"train": 0.5', '"train": 3.0'))  # 5 s: half is done
+    kls = [
+        {"kl_predicted": p, "kl_realised": x, "budget": 2.0} for p, x in ((2, 1), (3, 3), (2, 4))
+    ]
+    kls += [{"kl_predicted": 1.0, "kl_realised": None, "budget": 2.0}]
+    records = [
+        {"step": i, "update": i, "seconds": {"train": 2.0}, "peak_gib": 1.0} for i in range(4)
+    ]
+    jsonl(tmp_path / "two" / "metrics.jsonl", *(a | b for a, b in zip(records, kls, strict=True)))
+    assert train.main(["--summarize", *paths]) == 0
+    *lines, last = capsys.readouterr().out.splitlines()
+    one, two, slow = json.loads(last)["groups"]
+    assert [one["mean_then"], two["mean_then"], slow["mean_then"]] == [
+        0.4,
+        None,
+        pytest.approx(0.5),
+    ]
+    wanted = {"updates": 3, "median": 1.0, "5%": 0.55, "95%": 1.9, "worst": 2.0}
+    assert two["kl"] == pytest.approx(wanted | {"within": 1 / 3, "largest": 2.0})
+    row = "b 3 1.000 0.550 1.900 2.000 0.333 2.000"
+    assert row in [" ".join(line.split()) for line in lines]
 
 
 def test_runs_that_are_not_finished_are_named_and_left_out(tmp_path, capsys):

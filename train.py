@@ -344,8 +344,8 @@ def sorting_rows(seed: int):
     return training, [held_out[i] for i in shuffled(len(held_out), "held out", seed)]
 
 
-def tiny_model(seed: int):
-    """A Qwen2 of 0.1 M weights and a tokenizer of one token a character."""
+def tiny_model(seed: int, hidden=64):
+    """A Qwen2 of 0.1 M weights (hidden 64) and a tokenizer of one token a character."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
     vocabulary = {token: i for i, token in enumerate(["<pad>", "<eos>", *"0123456789="])}
@@ -356,8 +356,9 @@ def tiny_model(seed: int):
         tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>"
     )
     torch.manual_seed(logra.stable_seed("tiny model", seed))
-    sizes = {"vocab_size": 32, "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2}
-    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 64}
+    sizes = {"vocab_size": 32, "hidden_size": hidden, "intermediate_size": 3 * hidden}
+    sizes |= {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+    sizes |= {"max_position_embeddings": 64}
     ids = {"bos_token_id": None, "eos_token_id": vocabulary["<eos>"], "pad_token_id": 0}
     # Heads of 32, since vLLM's attention on a CPU refuses 16
     config = transformers.Qwen2Config(**sizes, **ids, tie_word_embeddings=True)
@@ -907,6 +908,31 @@ def complete(config: Config) -> bool:
     return False
 
 
+def accuracy_after(seconds: float, records) -> float:
+    """Held-out accuracy when the updates have taken so many seconds, a line between evaluations."""
+    spent, points = 0.0, []
+    for r in records:
+        spent += sum(r.get("seconds", {}).values())
+        if "eval_accuracy" in r:
+            points.append((spent, r["eval_accuracy"]))
+    return float(np.interp(seconds, *zip(*points, strict=True)))
+
+
+def kl_statistics(records) -> dict:
+    """Realised KL over predicted: how often measured, median, 5%, 95%, worst.  And over the budget
+    of its update: share of updates below 1.1, largest."""
+    found = [r for r in records if r.get("kl_predicted") and r.get("kl_realised") is not None]
+    if not found:
+        return {"updates": 0}
+    predicted, budget = (
+        np.array([r["kl_realised"] / r[over] for r in found]) for over in ("kl_predicted", "budget")
+    )
+    low, median, high = np.quantile(predicted, (0.05, 0.5, 0.95)).tolist()
+    columns = {"updates": len(found), "median": median, "5%": low, "95%": high}
+    columns |= {"worst": predicted.max().item()}
+    return columns | {"within": (budget < 1.1).mean().item(), "largest": budget.max().item()}
+
+
 def summarize(paths) -> None:
     """--summarize: a row a run; a row, and mean curves, a group of runs that differ in nothing
     but seed and directory; and the same as JSON.  Raises UserError if no run is finished."""
@@ -933,16 +959,31 @@ def summarize(paths) -> None:
         group["mean"] = statistics.mean(accuracy) if accuracy else None
         group["sd"] = statistics.stdev(accuracy) if accuracy and n > 1 else None
         group |= {"collapsed": sum(values["collapsed"]), "seconds": sum(values["seconds"]) / n}
-        groups.append(group | {"peak_gib": max(values["peak_gib"])})
+        group |= {"peak_gib": max(values["peak_gib"])}
+        groups.append(group | {"kl": kl_statistics([r for _, records in runs for r in records])})
         for key, lines in curves.items():
             found = {}
             for r in (r for _, records in runs for r in records if key in r):
                 found.setdefault(r["step"], []).append(r[key])
             lines.append([(step, statistics.mean(found[step])) for step in sorted(found)])
-    marked = [{"": mark, **group} for mark, group in zip(marks, groups, strict=False)]
+            groups[-1][key] = lines[-1]
+    quickest = min(group["seconds"] for group in groups)
+    for group, runs in zip(groups, members.values(), strict=True):
+        then = [accuracy_after(quickest, records) for _, records in runs if group["mean"]]
+        group["mean_then"] = statistics.mean(then) if then else None
+    apart = {"kl", *curves}  # columns of their own
+    marked = [
+        {"": mark} | {k: v for k, v in group.items() if k not in apart}
+        for mark, group in zip(marks, groups, strict=False)
+    ]
+    kls = [{"": m, **g["kl"]} for m, g in zip(marks, groups, strict=False) if g["kl"]["updates"]]
     print(f"{table(rows)}\n\n{table(marked)}\n")
     print("collapsed: accuracy ends below half of its best; sd: divided by n - 1")
     print("seconds: all phases of all updates, without start, evaluations and checkpoints")
+    print(f"mean_then: accuracy after {quickest:.1f} seconds, when the quickest group is done")
+    if kls:
+        print(f"\nrealised KL over predicted, and over its budget\n{table(kls)}")
+        print("within: share of updates that spend less than 1.1 of their budget")
     for key, lines in curves.items():
         if all(lines):
             print(f"\n{key}, mean of a group\n{curve(lines, marks)}")
