@@ -28,8 +28,9 @@ A dense gradient G and two Adam moments take three times the memory of the weigh
     curve, _ = predict_kl(model, sketches, probe)           #    predicted KL of that U
     factors = optimizer.step(control.scale(curve, update))  #    W -= F A, and a new A
 
-Each section uses only what stands above it.  vLLM is needed in section 7 alone, and outside it
-only the probe of 5 touches transformers.
+Each section uses only what stands above it.  For an evening: 1, 3, 4 up to LoGRA, 5, 6, 8; section
+2 and what crosses between ranks in 7 are for many GPUs.  vLLM is needed in section 7 alone, and
+outside it only the probe of 5 touches transformers.
 """
 
 import contextlib
