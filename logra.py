@@ -640,6 +640,9 @@ class LoGRA(torch.optim.Optimizer):
         self.sketch_norm = finite_norm([S], f"the sketch of update {self.update}")
         if self.rule == "row_adam":
             row_adam(S, self.moments["v"], sketches.sizes, keep_layer_norm=self.keep_layer_norm)
+            if not self.keep_layer_norm:  # with A = I columns beyond d_in are 0 and in no mean
+                for d_in, D in sketches.widths(S):
+                    D.mul_(sketches.A[d_in].any(1).double().mean().sqrt())
         if self.rule == "sketch_muon":
             scales = [max(1, m.out_features / m.in_features) ** 0.5 for m in layers]
             newton_schulz(S, sketches.sizes, scales)

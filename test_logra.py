@@ -941,6 +941,20 @@ def test_identity_projection_makes_row_adam_dense():
             assert rel(module.weight.detach() - W_0, W - W_0) < 1e-4
 
 
+def test_dense_row_adam_with_free_norms_moves_rows_of_all_widths_as_adam_does():
+    """A = I of rank 96: at the first update every row of D has length sqrt(d_in), not sqrt(96)."""
+    model, samples = tiny_qwen2(dtype=torch.float64), answers([4, 6])
+    sketches = logra.attach_sketches(model, 96, kind="identity")
+    optimizer = logra.LoGRA(sketches, keep_layer_norm=False)
+    weighted_logp(model, samples).backward()
+    optimizer.propose(10)
+    lengths = {m.in_features: sketches.rows[p].norm(dim=1) for p, m in sketches.layers.items()}
+    for length in lengths.values():
+        assert rel(length, length[:1].expand(len(length))) < 1e-6
+    ratio = (lengths[96][0] / lengths[64][0]).item()
+    assert ratio == pytest.approx((96 / 64) ** 0.5, rel=1e-6)
+
+
 def test_what_is_taken_back_is_rounded_and_has_the_old_projection():
     """W - F A + bfloat16(back F) A, A of the update that was made, not of the next."""
     model, samples = tiny_qwen2(dtype=torch.float64), answers([4, 6])
