@@ -3133,6 +3133,13 @@ def test_summary_tells_accuracy_at_equal_seconds_and_kl_over_prediction(tmp_path
     assert row in [" ".join(line.split()) for line in lines]
 
 
+def test_a_group_that_ends_at_zero_has_an_accuracy(tmp_path, capsys):
+    """Zero is a mean, at equal seconds too; it is no dash."""
+    assert train.main(["--summarize", made_run(tmp_path / "run", scores=(0.2, 0.1, 0.0))]) == 0
+    (group,) = json.loads(capsys.readouterr().out.splitlines()[-1])["groups"]
+    assert group["mean"] == group["mean_then"] == 0 and group["collapsed"] == 1
+
+
 def test_runs_that_are_not_finished_are_named_and_left_out(tmp_path, capsys):
     """One sentence each on stderr; exit code 0 as long as one run is left, else 2."""
     good, names = made_run(tmp_path / "good"), ("torn", "short", "late", "foreign", "empty", "gone")

@@ -969,7 +969,8 @@ def summarize(paths) -> None:
             groups[-1][key] = lines[-1]
     quickest = min(group["seconds"] for group in groups)
     for group, runs in zip(groups, members.values(), strict=True):
-        then = [accuracy_after(quickest, records) for _, records in runs if group["mean"]]
+        scored = runs if group["mean"] is not None else ()
+        then = [accuracy_after(quickest, records) for _, records in scored]
         group["mean_then"] = statistics.mean(then) if then else None
     apart = {"kl", *curves}  # columns of their own
     marked = [
