@@ -3133,6 +3133,14 @@ def test_summary_tells_accuracy_at_equal_seconds_and_kl_over_prediction(tmp_path
     assert row in [" ".join(line.split()) for line in lines]
 
 
+def test_the_state_of_a_run_on_a_gpu_is_read_without_one(tmp_path):
+    """Moments and adapters are saved from where they are; each rank reads them into the host."""
+    parts = ("step", "mismatch", "baseline", "prompts", "optimizer", "weights")
+    with mock.patch("torch.serialization.location_tag", lambda storage: "cuda:0"):
+        torch.save(dict.fromkeys(parts, torch.ones(3)), tmp_path / "trainer.pt")
+    assert train.load_state(tmp_path)["optimizer"].tolist() == [1, 1, 1]
+
+
 def test_a_group_that_ends_at_zero_has_an_accuracy(tmp_path, capsys):
     """Zero is a mean, at equal seconds too; it is no dash."""
     assert train.main(["--summarize", made_run(tmp_path / "run", scores=(0.2, 0.1, 0.0))]) == 0
