@@ -4212,7 +4212,9 @@ def training_step(model, method, rank):
         logra.freeze_all_but(model, layers)
         weights, kind = [module.weight for module in layers.values()], method.removeprefix("adamw_")
         optimizer = (
-            logra.LoRA(layers, rank) if rank else torch.optim.AdamW(weights, 1e-6, **{kind: True})
+            logra.LoRA(layers, rank)
+            if rank
+            else torch.optim.AdamW(weights, 1e-6, weight_decay=0, **{kind: True})
         )
 
     def step(ids):
