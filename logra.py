@@ -524,13 +524,13 @@ def row_adam(S, v, sizes, beta2=0.95, eps=1e-8, keep_layer_norm=True):
     """S [sum d_out, r] becomes D in place; v [sum d_out] is updated in place.
 
         v_i <- b2 v_i + (1 - b2) mean_j S_ij^2
-        s_i  = 1 / (sqrt(v_i) + eps * mean_i sqrt(v_i))
-        s    = s / sqrt(mean(s^2)),   D = s_i S_ij,   D <- D * ||S||_F / ||D||_F
+        s_i  = 1 / (sqrt(v_i) + eps * mean_i sqrt(v_i)),   D = s_i S_ij
+        s    = s / sqrt(mean(s^2)),   D <- D * ||S||_F / ||D||_F      if keep_layer_norm
 
     sizes: the rows of each layer in S; means and norms are each layer's own, over all ranks.
-    Adam's bias correction 1 / (1 - b2^t) is one factor for all rows and cancels in
-    s / sqrt(mean(s^2)).  A row that never had a gradient gets s = 0.  The norms of D follow from
-    those of the rows: S is read once and written once.
+    Adam's bias correction 1 / (1 - b2^t) is one factor for all layers and cancels in the global
+    size, which the caller sets.  A row that never had a gradient gets s = 0.  The norms of D follow
+    from those of the rows: S is read once and written once.
     """
 
     def layer_sums(*columns):  # the columns of rows [n] summed over each layer's rows, on all ranks
@@ -544,9 +544,9 @@ def row_adam(S, v, sizes, beta2=0.95, eps=1e-8, keep_layer_norm=True):
     root = v.sqrt()
     n, sum_root, sum_squares = layer_sums(torch.ones_like(v), root, squares)
     s = torch.where(root > 0, 1 / (root + eps * sum_root / n), 0)
-    (sum_s,) = layer_sums(s.square())
-    s = s / (sum_s / n).sqrt().clamp_min(tiny)
-    if keep_layer_norm:
+    if keep_layer_norm:  # else layers forget the size of S, as in Adam: no mean over rows either
+        (sum_s,) = layer_sums(s.square())
+        s = s / (sum_s / n).sqrt().clamp_min(tiny)
         (D_squares,) = layer_sums(s.square() * squares)
         s = s * sum_squares.sqrt() / D_squares.sqrt().clamp_min(tiny)
     return S.mul_(s[:, None])
@@ -610,7 +610,8 @@ class LoGRA(torch.optim.Optimizer):
     sqrt(max(1, d_out / d_in)), no state; sketch_adam, which needs an A kept for many updates;
     sketch_sgd, D = S.  The size of the step is the same for all.
     update_ratio: ||U A|| / ||W|| over all layers, before alpha (dimensionless; the paper: 6e-5).
-    keep_layer_norm: whether each layer keeps the norm of its own sketch (row_adam).
+    keep_layer_norm: whether each layer keeps the norm of its own sketch (row_adam); else D is that
+    of Adam with one v a row, about alike for all layers.
     """
 
     def __init__(self, sketches, update_ratio=6e-5, keep_layer_norm=True, rule="row_adam"):
@@ -640,6 +641,9 @@ class LoGRA(torch.optim.Optimizer):
         self.sketch_norm = finite_norm([S], f"the sketch of update {self.update}")
         if self.rule == "row_adam":
             row_adam(S, self.moments["v"], sketches.sizes, keep_layer_norm=self.keep_layer_norm)
+            if not self.keep_layer_norm:  # with A = I columns beyond d_in are 0 and in no mean
+                for d_in, D in sketches.widths(S):
+                    D.mul_(sketches.A[d_in].any(1).double().mean().sqrt())
         if self.rule == "sketch_muon":
             scales = [max(1, m.out_features / m.in_features) ** 0.5 for m in layers]
             newton_schulz(S, sketches.sizes, scales)

@@ -767,7 +767,8 @@ def save_checkpoint(step: int, it, optimizer, control) -> None:
 def load_state(path: Path) -> dict:
     """trainer.pt of a checkpoint.  Raises UserError if it cannot be read."""
     with blame(f"{path}/trainer.pt cannot be read"):
-        state = torch.load(path / "trainer.pt", weights_only=True, mmap=True)
+        # Not to the GPU that wrote it: there may be none, or all ranks would fill the first
+        state = torch.load(path / "trainer.pt", "cpu", weights_only=True, mmap=True)
         parts = {"step", "mismatch", "baseline", "prompts", "optimizer", "weights"}
         if lost := sorted(parts - state.keys()):
             raise ValueError(f"it has no {lost[0]}")
@@ -969,7 +970,8 @@ def summarize(paths) -> None:
             groups[-1][key] = lines[-1]
     quickest = min(group["seconds"] for group in groups)
     for group, runs in zip(groups, members.values(), strict=True):
-        then = [accuracy_after(quickest, records) for _, records in runs if group["mean"]]
+        scored = runs if group["mean"] is not None else ()
+        then = [accuracy_after(quickest, records) for _, records in scored]
         group["mean_then"] = statistics.mean(then) if then else None
     apart = {"kl", *curves}  # columns of their own
     marked = [
