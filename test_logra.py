@@ -4184,7 +4184,8 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ONE_LAYER = (1, 1536, 8960, 12, 2, 1000)  # of a 1.5 B model: 46.8 M weights are trained
 MODEL_370M = (24, 1024, 3584, 16, 4, 32_000)
 BENCHMARKED = [("adamw_foreach", None), ("adamw_fused", None)]  # and the rank of the others
-BENCHMARKED += [(method, r) for method in ("row_adam", "sketch_muon", "lora") for r in (64, 256)]
+RANKED = ("row_adam", "sketch_muon", "lora", "lora_merged")
+BENCHMARKED += [(method, r) for method in RANKED for r in (64, 256)]
 
 
 def qwen2_of_size(layers, hidden, inner, heads, kv_heads, vocabulary):
@@ -4204,9 +4205,11 @@ def qwen2_of_size(layers, hidden, inner, heads, kv_heads, vocabulary):
 
 def training_step(model, method, rank):
     """step(ids): forward, backward, propose, step, by a rule on sketches, LoRA or AdamW on the same
-    weights; float32 on a CPU, bfloat16 compute on a GPU."""
+    weights; float32 on a CPU, bfloat16 compute on a GPU.
+
+    lora is the textbook's; lora_merged also puts B A into W, as logra.LoRA does for the engine."""
     layers = logra.find_targets(model)
-    if rank and method != "lora":
+    if rank and "lora" not in method:
         optimizer = logra.LoGRA(logra.attach_sketches(model, rank), rule=method)
     else:
         logra.freeze_all_but(model, layers)
@@ -4225,7 +4228,10 @@ def training_step(model, method, rank):
         logp.sum().backward()
         if rank:
             optimizer.propose(len(logp))
-        optimizer.step()
+        if method == "lora":
+            logra.DenseAdamW.step(optimizer)
+        else:
+            optimizer.step()
         optimizer.zero_grad()
 
     return step
@@ -4292,8 +4298,8 @@ def floor_ratio(layers, method, r, N):
         sum(f(m) for m in layers.values())
         for f in (lambda m: m.weight.numel(), lambda m: m.in_features, lambda m: m.out_features)
     )
-    if method == "lora":  # X A^T and its B^T, the backward of both; B A taken off W and put back
-        own = 2 * N * r * (2 * d_in + 3 * d_out) + 4 * r * P
+    if "lora" in method:  # X A^T and its B^T, the backward of both; B A taken off W and put back
+        own = 2 * N * r * (2 * d_in + 3 * d_out) + 4 * r * P * (method == "lora_merged")
     else:  # X A^T, one for q, k, v and for gate, up, and dY^T P; F A; D^T D and A A^T of each width
         same = ("k_proj", "v_proj", "up_proj")
         inputs = sum(m.in_features for path, m in layers.items() if not path.endswith(same))
