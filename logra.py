@@ -222,6 +222,17 @@ def raise_together(error) -> None:
             raise StopRun(words if len({*errors}) == 1 else f"rank {rank}: {words}") from error
 
 
+@contextlib.contextmanager
+def together():
+    """An error inside is raised by all ranks, as raise_together does: none waits for another."""
+    failure = None
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001, the other ranks must hear of it
+        failure = error
+    raise_together(failure)
+
+
 def check_same(matrices, what: str) -> None:
     """Raise StopRun unless all ranks have the same matrices, to the bit."""
     if world() == 1:
@@ -1566,18 +1577,15 @@ def grpo(model, generator, optimizer, control, draw, reward, config, first_step=
     for step in range(first_step, config.steps):
         clock, begun = Clock(), time.perf_counter()
         # 1  G answers to each prompt, scored
-        share, failure = draw(step)[my_rank() :: world()], None
+        share = draw(step)[my_rank() :: world()]
         prompts = [(*prompt, g) for prompt in share for g in range(config.group_size)]
         seeds = [stable_seed("sample", config.seed, step, index, g) for index, _, _, g in prompts]
         ids = [ids for _, ids, _, _ in prompts]
-        try:
+        with together():
             samples = generator.generate(ids, seeds, config.max_new_tokens, config.temperature)
             for sample, (index, _, row, _) in zip(samples, prompts, strict=True):
                 sample.index, sample.row = index, row
                 sample.reward = reward(sample)
-        except Exception as error:  # noqa: BLE001, the other ranks must hear of it
-            failure = error
-        raise_together(failure)
         clock.lap("generate")
 
         # 2  who beat the group

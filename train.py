@@ -68,17 +68,6 @@ class UserError(Exception):
     """Something the user can put right; its text is the one sentence that they see."""
 
 
-@contextlib.contextmanager
-def together():
-    """An error inside is raised by all ranks, so that none waits for another."""
-    failure = None
-    try:
-        yield
-    except Exception as error:  # noqa: BLE001, the other ranks must hear of it
-        failure = error
-    logra.raise_together(failure)
-
-
 def say(line: str, file=None) -> None:
     """A line on the screen (stderr), by rank 0 alone; the progress bar stays whole."""
     if logra.my_rank() == 0:
@@ -740,7 +729,7 @@ def save_checkpoint(step: int, it, optimizer, control) -> None:
     state = {"step": step, "prompts": it.prompts}
     state |= {"mismatch": control.mismatch, "baseline": control.baseline}
     state["optimizer"] = optimizer.state_dict()  # all ranks gather it
-    with together(), blame(f"{final} cannot be written ({last_words(it.out)})"):
+    with logra.together(), blame(f"{final} cannot be written ({last_words(it.out)})"):
         try:
             if first:  # the others wait
                 shutil.rmtree(aside, ignore_errors=True)
@@ -810,7 +799,7 @@ def evaluate(generator, examples, reward, config, temperature):
     prompts = [examples[i].ids for i, _ in share]
     seeds = [logra.stable_seed("eval", config.seed, i, k) for i, k in share]
     table = torch.zeros(len(examples), 4, dtype=torch.float64)  # sum, right, above 1, answers
-    with together():
+    with logra.together():
         samples = generator.generate(prompts, seeds, config.max_new_tokens, temperature)
         for (i, _), sample in zip(share, samples, strict=True):
             sample.row = examples[i]
@@ -1329,7 +1318,7 @@ def start_directory(config: Config, out: Path):
     """Make the run directory and its config.json.  Returns rank 0's lock on it, which holds until
     this process ends, however it ends."""
     lock, first = None, logra.my_rank() == 0
-    with together(), blame(f"--out {out} cannot be written", OSError):
+    with logra.together(), blame(f"--out {out} cannot be written", OSError):
         out.mkdir(parents=True, exist_ok=True)
         if first:
             lock = open(out / ".lock", "w")  # noqa: SIM115
@@ -1375,7 +1364,7 @@ def run(config: Config, wire=None) -> None:
     if config.model is None:  # a model this small is fastest with one thread
         os.environ["OMP_NUM_THREADS"] = "1"
         torch.set_num_threads(1)
-    with together():
+    with logra.together():
         it = prepare(config)
     if config.out or not config.eval_only:  # all ranks have found it absent
         it.lock = start_directory(config, it.out)
