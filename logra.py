@@ -1022,8 +1022,7 @@ def realised_kl(model, probe, hidden_before, temperature=1.0, micro_batch=1, chu
                 z, z_after = (head(h.float()).float() for h in hs)
             total += exact_kl(z, z_after, temperature).item()
             del z, z_after
-    total = torch.tensor([total], dtype=torch.float64, device=model.device)
-    return rank_mean(total, sum(map(len, hidden_before)))[0]
+    return rank_mean(torch.tensor([total], dtype=torch.float64), sum(map(len, hidden_before)))[0]
 
 
 def interpolate(x, xs, ys, slope):
@@ -1592,8 +1591,7 @@ def grpo(model, generator, optimizer, control, draw, reward, config, first_step=
         rewards = torch.tensor([s.reward for s in samples], dtype=torch.float64)
         rewards = rewards.view(-1, config.group_size)  # [P, G]
         if config.advantage == "running_mean":
-            there = rewards.to(model.device)
-            advantages, control.baseline = running_mean_advantages(there, control.baseline)
+            advantages, control.baseline = running_mean_advantages(rewards, control.baseline)
         else:
             advantages = group_advantages(rewards, config.divide_by_std)
         covered = [s for s in samples if s.finished or not config.mask_truncated]  # by the loss
@@ -1608,7 +1606,7 @@ def grpo(model, generator, optimizer, control, draw, reward, config, first_step=
             "truncated": sum(not s.finished for s in samples),
         }
         counts = [len(samples), sum(len(s.completion) for s in covered), len(alive)]
-        table = torch.tensor([*sums.values(), *counts], dtype=torch.float64, device=model.device)
+        table = torch.tensor([*sums.values(), *counts], dtype=torch.float64)
         *totals, answers, denominator, signals = rank_sum(table).tolist()
         metrics = {name: x / answers for name, x in zip(sums, totals, strict=True)}
         if config.denominator == "constant":  # Dr. GRPO (2503.20783)

@@ -805,8 +805,7 @@ def evaluate(generator, examples, reward, config, temperature):
             sample.row = examples[i]
             sample.reward = r = reward(sample)
             table[i] += torch.tensor([max(r, 0), r > 0, r > 1, 1], dtype=table.dtype)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    total, right, above, answers = logra.rank_sum(table.to(device)).cpu().unbind(1)
+    total, right, above, answers = logra.rank_sum(table).unbind(1)
     rows, mean = int((answers == repeats).sum()), (total.sum() / answers.sum()).item()
     return {
         "rows": rows,
