@@ -452,10 +452,8 @@ def template_options(tokenizer, config) -> tuple:
         if not re.search(rf"\b{re.escape(name)}\b", str(tokenizer.chat_template or "")):
             raise UserError(f"--template-kwargs: the chat template does not know {name}")
     if (system := config.system) is not None:
-        once, twice = (
-            encode(tokenizer, "a", "--system", (system or "b") * n, options) for n in (1, 2)
-        )
-        if once == twice:
+        tried = [encode(tokenizer, "a", "--system", (system or "b") * n, options) for n in (1, 2)]
+        if tried[0] == tried[1]:
             raise UserError("--system: the chat template leaves the system turn out")
     return system, options
 
@@ -1184,9 +1182,8 @@ def prepare(config: Config) -> SimpleNamespace:
         it.examples = load_examples(rows, *fit, "--data", *template)
         it.prompts = logra.stable_seed(*(example.ids for example in it.examples))
         if it.state and it.state["prompts"] != it.prompts:  # another file, or a template of today
-            raise UserError(
-                f"--data {config.data}: not the prompts that {config.resume} began with"
-            )
+            began = f"not the prompts that {config.resume} began with"
+            raise UserError(f"--data {config.data}: {began}")
     embeddings = it.model.get_input_embeddings().weight.shape[0]
     for example in (*it.examples, *it.held_out):
         where, top = example.where, max(example.ids, default=None)
