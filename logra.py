@@ -420,9 +420,8 @@ def freeze_all_but(model, layers: dict) -> str:
     weights = [module.weight.requires_grad_(True) for module in layers.values()]
     frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
     biases = [p for name, p in frozen.items() if name.endswith("bias")]
-    total, fixed, of_biases = (
-        sum(p.numel() for p in ps) for ps in (weights, frozen.values(), biases)
-    )
+    groups = (weights, frozen.values(), biases)
+    total, fixed, of_biases = (sum(p.numel() for p in group) for group in groups)
     return (
         f"{len(layers)} linear layers ({total:,} weights) are trained; {len(frozen)} tensors"
         f" ({fixed:,}) are frozen, among them {len(biases)} biases ({of_biases:,})"
@@ -481,8 +480,8 @@ class Sketches:
         self.A = draw_projections(widths, update, self.buffer, **self.settings)
         self.last = (lambda: None, 0, None)  # no X A^T of an A that is gone
 
-    def widths(self, flat):
-        """Pairs of d_in and the rows of `flat`, which is like the buffer, that go with its A."""
+    def by_width(self, flat):
+        """Pairs (d_in, its layers' rows of `flat`, a tensor with the rows of the buffer)."""
         counts = dict.fromkeys(self.A, 0)
         for module, size in zip(self.layers.values(), self.sizes, strict=True):
             counts[module.in_features] += size
@@ -633,9 +632,9 @@ class LoGRA(torch.optim.Optimizer):
             raise ValueError(f"there is no rule {rule!r}")
         weights = [module.weight for module in sketches.layers.values()]
         super().__init__(weights, {"update_ratio": update_ratio})
-        self.sketches, self.rule, self.keep_layer_norm = sketches, rule, keep_layer_norm
+        self.sketches, self.layers, self.rule = sketches, sketches.layers, rule
         self.moments = {name: torch.zeros_like(M) for name, M in state[rule].items()}
-        self.update, self.sketch_norm = 0, 0.0
+        self.update, self.sketch_norm, self.keep_layer_norm = 0, 0.0, keep_layer_norm
         check_same(sketches.A.values(), "projections")
 
     @torch.no_grad()
@@ -653,14 +652,14 @@ class LoGRA(torch.optim.Optimizer):
         if self.rule == "row_adam":
             row_adam(S, self.moments["v"], sketches.sizes, keep_layer_norm=self.keep_layer_norm)
             if not self.keep_layer_norm:  # with A = I columns beyond d_in are 0 and in no mean
-                for d_in, D in sketches.widths(S):
+                for d_in, D in sketches.by_width(S):
                     D.mul_(sketches.A[d_in].any(1).double().mean().sqrt())
         if self.rule == "sketch_muon":
             scales = [max(1, m.out_features / m.in_features) ** 0.5 for m in layers]
             newton_schulz(S, sketches.sizes, scales)
         if self.rule == "sketch_adam":
             sketch_adam(S, **self.moments)
-        D_norm = sum(projected_norm_squared(D, sketches.A[d]) for d, D in sketches.widths(S))
+        D_norm = sum(projected_norm_squared(D, sketches.A[d]) for d, D in sketches.by_width(S))
         D_norm = rank_sum(D_norm).sqrt().item()
         W_norm = finite_norm([local(m.weight) for m in layers], "the norm of the weights")
         S.mul_(self.param_groups[0]["update_ratio"] * W_norm / D_norm if D_norm else 0.0)
@@ -681,7 +680,7 @@ class LoGRA(torch.optim.Optimizer):
         self.zero_grad()
         sketches.redraw(self.update)
         if "m" in self.moments:  # G A^T in the new basis, by the estimate that G = m A
-            for d_in, m in sketches.widths(self.moments["m"]):
+            for d_in, m in sketches.by_width(self.moments["m"]):
                 if not torch.equal(old[d_in], A := sketches.A[d_in]):
                     m.copy_(m @ (old[d_in] @ A.T))
         return factors
@@ -738,7 +737,7 @@ class DenseAdamW(torch.optim.AdamW):
     """
 
     def __init__(self, layers: dict, ends=(1e-6, 1e-7), updates=300, parameters=None):
-        self.layers, self.update, self.sketch_norm = layers, 0, 0.0
+        self.sketches, self.layers, self.update, self.sketch_norm = None, layers, 0, 0.0
         self.ends, self.updates = ends, updates
         parameters = parameters or [module.weight for module in layers.values()]
         super().__init__(parameters, ends[0], (0.9, 0.95), weight_decay=0)
@@ -795,9 +794,8 @@ class LoRA(DenseAdamW):
             module.weight.requires_grad_(False)  # only the adapters have gradients
             self.adapters[path] = (torch.nn.Parameter(A), torch.nn.Parameter(B))
             module.forward = functools.partial(self.forward, path, module)
-        super().__init__(
-            layers, ends, updates, [p for pair in self.adapters.values() for p in pair]
-        )
+        parameters = [p for pair in self.adapters.values() for p in pair]
+        super().__init__(layers, ends, updates, parameters)
 
     def forward(self, path, module, X):
         """Y = X W^T + b.  Z = (X A^T) B^T is in W already: it adds nothing but its gradient."""
@@ -1251,7 +1249,9 @@ class VLLMGenerator:
         # meets the broken torchvision again.  Here it looks for itself.
         registry._run_in_subprocess = lambda function: function()
         if on_cpu:  # or vLLM packs the weights away, and writing to them changes nothing
-            layer_utils.dispatch_cpu_unquantized_gemm = plain_cpu_linear
+            layer_utils.dispatch_cpu_unquantized_gemm = lambda layer, remove_weight: setattr(
+                layer, "cpu_linear", F.linear
+            )
         self.vllm, self.eos_ids, self.settings = vllm, list(eos_ids), settings
         # Alone no trainer needs the GPU meanwhile
         self.can_sleep, self.asleep = not (on_cpu or alone), False
@@ -1319,11 +1319,6 @@ class VLLMGenerator:
     def read(self) -> dict:
         """{path: weights} of the target layers as the engine has them."""
         return self.call("sync_read")
-
-
-def plain_cpu_linear(layer, remove_weight) -> None:
-    """vLLM's choice of a CPU kernel, made once: the one that reads the weight it is given."""
-    layer.cpu_linear = F.linear
 
 
 def exchange(wire, message) -> tuple:
@@ -1450,11 +1445,10 @@ class HFGenerator:
             cuts = [slice(i, i + rows) for i in range(0, len(prompts), rows)]
             options = (max_new_tokens, temperature, rows)
             return [s for cut in cuts for s in self.generate(prompts[cut], seeds[cut], *options)]
-        device = self.model.device
-        length = max(map(len, prompts))
+        device, length = self.model.device, max(map(len, prompts))
+        # [B, L], padded on the left so that all rows grow at their end
         ids = torch.tensor([[0] * (length - len(p)) + p for p in prompts], device=device)
-        mask = torch.tensor([[0] * (length - len(p)) + [1] * len(p) for p in prompts])
-        mask = mask.to(device)  # [B, L], padded on the left so that all rows grow at their end
+        mask = torch.tensor([[0] * (length - len(p)) + [1] * len(p) for p in prompts]).to(device)
         draws = torch.stack([random_uniform(seed, max_new_tokens) for seed in seeds]).to(device)
         done = torch.zeros(len(prompts), dtype=torch.bool, device=device)
         tokens, logps, cache = [], [], None
@@ -1564,9 +1558,8 @@ def grpo(model, generator, optimizer, control, draw, reward, config, first_step=
     Everything random follows from (seed, step, prompt, sample) and the number of the update, so a
     run that starts again at first_step with the same weights and optimizer is the same run.
     """
-    sketches = getattr(optimizer, "sketches", None)  # None: a control without them
-    layers = sketches.layers if sketches else optimizer.layers
-    weights = {path: module.weight for path, module in layers.items()}
+    sketches = optimizer.sketches  # None: a control without them
+    weights = {path: module.weight for path, module in optimizer.layers.items()}
     grid = control.grid() if config.kl_predictor == "linearised" else None
     compute = compute_dtype(model.device, config.dtype)
     kl = {"temperature": config.temperature, "micro_batch": config.micro_batch}
