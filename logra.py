@@ -20,13 +20,13 @@ A dense gradient G and two Adam moments take three times the memory of the weigh
     A [r, d_in] projection           S D U F [d_out, r]       v [d_out] second moments
     alpha step, T temperature        G answers a prompt (group size; G is also the gradient)
 
-    sketches = attach_sketches(model, rank=256)             #    what is trained, what is frozen
+    sketches = attach_sketches(model, rank=256)             # what is trained, what is frozen
     optimizer = LoGRA(sketches, update_ratio=6e-5)
     control = KLControl(budget=2e-4)
-    loss.backward()                                         #    a SUM over tokens
-    optimizer.propose(tokens)                               #    S -> U
-    curve, _ = predict_kl(model, sketches, probe)           #    predicted KL of that U
-    factors = optimizer.step(control.scale(curve, update))  #    W -= F A, and a new A
+    loss.backward()                                         # a SUM over tokens
+    optimizer.propose(tokens)                               # S -> U
+    curve, _ = predict_kl(model, sketches, probe)           # predicted KL of that U
+    factors = optimizer.step(control.scale(curve, update))  # W -= F A, and a new A
 
 Each section uses only what stands above it.  For an evening: 1, 3, 4 up to LoGRA, 5, 6, 8; section
 2 and what crosses between ranks in 7 are for many GPUs.  vLLM is needed in section 7 alone, and
@@ -80,8 +80,8 @@ def logical_shift(words: torch.Tensor, bits: int) -> torch.Tensor:
 def random_words(seed: int, n: int, device="cpu") -> torch.Tensor:
     """n random 64-bit words [n], word i = splitmix64(seed, i) (Steele et al., OOPSLA 2014).
 
-    Integer arithmetic wraps alike everywhere: the bits depend on no device and no version of torch,
-    whose words are signed, so that 2^64 is taken off the published constants.
+    Integer arithmetic wraps alike everywhere, so the bits depend on no device and no version of
+    torch.  Its words are signed, hence the 2^64 taken off the published constants.
     """
     x = torch.arange(1, n + 1, device=device) * (0x9E3779B97F4A7C15 - 2**64) + seed
     x = (x ^ logical_shift(x, 30)) * (0xBF58476D1CE4E5B9 - 2**64)
@@ -126,9 +126,9 @@ def draw_projections(widths, update, like, rank, seed, kind, refresh) -> dict:
 def subtract_factor(W: torch.Tensor, factor: torch.Tensor, A: torch.Tensor, share=1.0, ranks=1):
     """W <- W - bfloat16(share F) A in place: what trainer and generator must do alike, to the bit.
 
-    W [d_out, d_in] float32, F [d_out, r] bfloat16, A [r, d_in].  share: below 0 it takes so much of
-    a step back.  ranks: in the blocks of rows that so many trainer ranks hold, for a product of
-    another shape may round otherwise.
+    W [d_out, d_in] float32, F [d_out, r] bfloat16, A [r, d_in].  share: of the step; below 0 it is
+    taken back.  ranks: the trainer's; the product is made in the blocks of rows that each of them
+    holds, since one of another shape may round otherwise.
     """
     factor = (factor.float() * share).to(torch.bfloat16)
     for rows, part in zip(W.chunk(ranks), factor.chunk(ranks), strict=True):
@@ -147,20 +147,20 @@ class StopRun(Exception):
 def start_ranks(generation_ranks: int = 0):
     """Meet the other ranks that torchrun has started; the last few only generate.
 
-    The training ranks become the default group.  vLLM makes its own groups with all ranks of that,
-    so a generation rank is in none, and one wire of all ranks carries what crosses.  Returns that
-    wire, or None, and whether this rank generates.
+    The training ranks become the default group.  vLLM makes its own groups of all ranks in that
+    one, so a generation rank is not in it, and a wire (a gloo group) of all ranks carries what
+    crosses.  Returns the wire, None if no rank only generates, and whether this rank does.
     """
     store, rank, size = next(dist.rendezvous("env://"))
     trainers, wire, here = size - generation_ranks, None, int(os.environ["LOCAL_RANK"])
-    patience = timedelta(hours=1)  # a rank may wait so long for another, that generates or saves
-    if rank >= trainers:  # its GPU is the only one that it sees: vLLM takes the first
+    patience = timedelta(hours=1)  # of a rank that waits while another generates or saves
+    if rank >= trainers:  # it sees no GPU but its own: vLLM takes the first
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
         visible = visible.split(",") if visible else [str(i) for i in range(size)]
         os.environ["CUDA_VISIBLE_DEVICES"] = visible[min(here, len(visible) - 1)]
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
             del os.environ[name]  # the engine is a world of its own
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # it ends when the training ranks do
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C: it ends with the training ranks
     elif torch.cuda.is_available():
         torch.cuda.set_device(here)
     if generation_ranks:
@@ -291,7 +291,8 @@ def decoder_layers(model) -> torch.nn.ModuleList:
 
 
 def gathered_embedding(module, dtype, ids):
-    """The embedding's own forward (some families scale it) with its sharded weight made whole."""
+    """[B, L, H] of ids [B, L]: the embedding's own forward (some families scale it) with its
+    sharded weight made whole."""
     shard = module.weight
     module.weight = torch.nn.Parameter(whole(shard), requires_grad=False)
     try:
@@ -511,7 +512,8 @@ def attach_sketches(model, rank, targets=(), seed=0, kind="rademacher", refresh=
 
 
 def checkpoint_layers(model) -> None:
-    """Make the activations of every decoder layer again in backward."""
+    """Make the activations of every decoder layer again in backward.  The models' own way wants
+    train mode, which would bring dropout."""
 
     def run(forward, *args, **kwargs):
         if not torch.is_grad_enabled():
@@ -554,7 +556,7 @@ def row_adam(S, v, sizes, beta2=0.95, eps=1e-8, keep_layer_norm=True):
     root = v.sqrt()
     n, sum_root, sum_squares = layer_sums(torch.ones_like(v), root, squares)
     s = torch.where(root > 0, 1 / (root + eps * sum_root / n), 0)
-    if keep_layer_norm:  # else layers forget the size of S, as in Adam: no mean over rows either
+    if keep_layer_norm:  # else the size of S is forgotten, as in Adam, and s is not normalised
         (sum_s,) = layer_sums(s.square())
         s = s / (sum_s / n).sqrt().clamp_min(tiny)
         (D_squares,) = layer_sums(s.square() * squares)
@@ -618,7 +620,7 @@ class LoGRA(torch.optim.Optimizer):
 
     rule: from S to the direction D.  row_adam, the paper's; sketch_muon, newton_schulz with scales
     sqrt(max(1, d_out / d_in)), no state; sketch_adam, which needs an A kept for many updates;
-    sketch_sgd, D = S.  The size of the step is the same for all.
+    sketch_sgd, D = S.  ValueError if it is another.  The size of the step is the same for all.
     update_ratio: ||U A|| / ||W|| over all layers, before alpha (dimensionless; the paper: 6e-5).
     keep_layer_norm: whether each layer keeps the norm of its own sketch (row_adam); else D is that
     of Adam with one v a row, about alike for all layers.
@@ -642,7 +644,8 @@ class LoGRA(torch.optim.Optimizer):
         """S -> U in the buffer.  The loss was a sum over tokens, of all micro-batches and ranks;
         here is the one division by their number.
 
-        Raises FloatingPointError if the sketch is not finite; no weight has moved then.
+        Raises FloatingPointError if the sketch is not finite (no weight has moved then), and
+        RuntimeError if the buffer holds a proposal already.
         """
         sketches, layers = self.sketches, self.sketches.layers.values()
         if sketches.proposed:
@@ -651,7 +654,7 @@ class LoGRA(torch.optim.Optimizer):
         self.sketch_norm = finite_norm([S], f"the sketch of update {self.update}")
         if self.rule == "row_adam":
             row_adam(S, self.moments["v"], sketches.sizes, keep_layer_norm=self.keep_layer_norm)
-            if not self.keep_layer_norm:  # with A = I columns beyond d_in are 0 and in no mean
+            if not self.keep_layer_norm:  # columns that A = I leaves 0 count in no mean
                 for d_in, D in sketches.by_width(S):
                     D.mul_(sketches.A[d_in].any(1).double().mean().sqrt())
         if self.rule == "sketch_muon":
@@ -754,7 +757,7 @@ class DenseAdamW(torch.optim.AdamW):
         self.sketch_norm = finite_norm(rows, f"the gradient of update {self.update}")
 
     def step(self, alpha: float = 1.0) -> None:
-        """AdamW has a length of its own; alpha is not looked at."""
+        """The learning rate is the length of a step; alpha is ignored."""
         self.param_groups[0]["lr"] = cosine(self.ends, self.update, self.updates)
         super().step()
         self.zero_grad()
@@ -1042,7 +1045,7 @@ class KLControl:
     """The KL budget of each update, and the step that spends it (the paper's values).
 
     budget -> final_budget: cosine over `updates` updates, both ends included; constant after.
-    enabled=False always takes a step of 1.
+    alpha_max bounds every step; with enabled=False each is 1.
     mismatch: how much trainer and engine differ before any step, an average of what observe() is
     told; it is taken off the budget, down to one half.
     baseline: of running_mean_advantages, kept here to be saved with the mismatch.
@@ -1070,8 +1073,8 @@ class KLControl:
         steps, kls = curve
         if not all(0 <= kl < math.inf for kl in kls):
             raise FloatingPointError(f"the predicted KL of update {update} is {kls}")
-        if not self.enabled or min(kls) == 0:
-            return 1.0  # nothing moves, so any step will do
+        if not self.enabled or min(kls) == 0:  # then nothing moves, and any step will do
+            return 1.0
         return min(self.alpha_max, interpolate(self.budget(update), kls, steps, 1 / 2))
 
     def excess(self, realised: float, update: int) -> float:
@@ -1232,6 +1235,9 @@ class VLLMGenerator:
     generate(prompts, seeds, ...) -> Samples, one for each prompt and seed
     update(factors, update, back)    W -= F A in the engine, but for a share that is taken back
     load(weights)                    the target weights whole, pairs (path, W)
+
+    path: of a Hugging Face directory.  max_length: tokens of prompt and answer.  settings: those of
+    the Sketches.  kv_gib: of the key-value cache.  alone: no trainer shares the GPU.
     """
 
     def __init__(self, path, eos_ids, max_length, settings, dtype="float32", kv_gib=1, alone=False):
@@ -1248,12 +1254,12 @@ class VLLMGenerator:
         # The registry looks at the model class in a second interpreter, which costs seconds and
         # meets the broken torchvision again.  Here it looks for itself.
         registry._run_in_subprocess = lambda function: function()
-        if on_cpu:  # or vLLM packs the weights away, and writing to them changes nothing
+        if on_cpu:  # vLLM's kernel packs the weights away, and writing to them changes nothing
             layer_utils.dispatch_cpu_unquantized_gemm = lambda layer, remove_weight: setattr(
                 layer, "cpu_linear", F.linear
             )
         self.vllm, self.eos_ids, self.settings = vllm, list(eos_ids), settings
-        # Alone no trainer needs the GPU meanwhile
+        # A generation rank is alone on its GPU and need not make room for a trainer
         self.can_sleep, self.asleep = not (on_cpu or alone), False
         self.llm = vllm.LLM(
             str(path),
@@ -1296,8 +1302,8 @@ class VLLMGenerator:
         ]
 
     def wake(self) -> None:
-        """With its weights on the GPU, and no keys and values: the weights may be others, and what
-        came before must not matter, not even by a bit."""
+        """Bring the weights to the GPU and forget all keys and values: those of other weights are
+        wrong, and what was generated before must not matter, not even by a bit."""
         if self.asleep:
             self.llm.wake_up()
         self.asleep = False
@@ -1522,7 +1528,8 @@ def backward(model, samples, config, first: bool):
     """Add the policy gradient of the samples, a SUM over their tokens, to S.
 
     At the first update of a batch the trainer's log-probs become the old ones of the ratio, and the
-    mean of log p_engine - log p_trainer over tokens of finished samples is returned, else None.
+    mean of log p_engine - log p_trainer over the tokens of finished samples that have an advantage,
+    on all ranks, is returned; else None.
     """
     device = model.device
     differences = [torch.empty(0, device=device)]

@@ -644,7 +644,7 @@ def load_model(path: str, flag_name: str):
     stored = model.get_input_embeddings().weight.dtype  # what the files hold, whatever config says
     if getattr(model.config.get_text_config(), "attn_logit_softcapping", None):
         model.set_attn_implementation("eager")  # Gemma 2: the default one forgets the cap
-    # The config may say that they are one where the files have two
+    # The config may say that head and embedding are one where the files have two
     tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
     model.config.tie_word_embeddings = tied
     model.generation_config.do_sample = True  # or a temperature in it makes saving impossible
@@ -695,7 +695,7 @@ def end_tokens(model, tokenizer) -> list:
 
 
 def last_checkpoint(out: Path):
-    """The newest step-N of a run, or None; a checkpoint is its own."""
+    """The newest step-N of a run, or None; of a checkpoint, itself."""
     if (out / "trainer.pt").exists():
         return out
     found = [p for p in out.glob("step-*") if p.name[5:].isdigit()]
@@ -1389,7 +1389,7 @@ def run(config: Config, wire=None) -> None:
     generator = start_engine(config, it, wire, optimizer)
     clock.lap("start")
 
-    if is_due(step) and not evaluated(it.out, step):  # or a reward failed in it
+    if is_due(step) and not evaluated(it.out, step):  # at step 0, or if a reward failed in it
         assess(config, it, generator, step, greedy=step in (0, n))
         clock.lap("evaluate")
     draw = functools.partial(draw_prompts, it.examples, config)
@@ -1418,7 +1418,7 @@ def run(config: Config, wire=None) -> None:
     except (UserError, logra.StopRun, FloatingPointError) as error:
         if isinstance(error, FloatingPointError) or optimizer.update != done:
             raise UserError(f"{error}; {last_words(it.out)}") from None  # no state to save
-        save(step)  # rewards come before anything moves
+        save(step)  # a reward fails before anything moves
         saved = f"{it.out}/step-{step}"
         raise UserError(f"{error}; stopped after step {step}, saved in {saved}") from None
     finally:
@@ -1469,7 +1469,7 @@ def main(argv) -> int:
         if config and config.out and Path(config.out).exists():
             message = f"interrupted; {last_words(config.out)}; go on with --resume {config.out}"
     if (rank or wait) and code != 130:
-        time.sleep(15)  # rank 0 says the same, and torchrun then ends this one; or else it speaks
+        time.sleep(15)  # if rank 0 says the same, torchrun ends this one before it speaks
         message = message.replace("error:", f"error: rank {rank}:", 1)
     if rank == 0 or code != 130:
         print(message, file=sys.stderr)
