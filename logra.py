@@ -46,6 +46,7 @@ import sys
 import time
 import weakref
 from bisect import bisect_left
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
@@ -164,8 +165,7 @@ def start_ranks(generation_ranks: int = 0):
     elif torch.cuda.is_available():
         torch.cuda.set_device(here)
     if generation_ranks:
-        apart = dist.PrefixStore("wire", store)
-        wire = dist.ProcessGroupGloo(apart, rank, size, patience)
+        wire = dist.ProcessGroupGloo(dist.PrefixStore("wire", store), rank, size, patience)
     if rank < trainers and trainers > 1:
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         ranks = {"store": dist.PrefixStore("train", store), "rank": rank, "world_size": trainers}
@@ -448,8 +448,7 @@ class Sketches:
                 raise ValueError(f"{path} has a forward of its own; was it attached already?")
         self.layers = dict(sorted(layers.items(), key=lambda item: item[1].in_features))
         self.settings = {"rank": rank, "seed": seed, "kind": kind, "refresh": refresh}
-        heights = [module.out_features for module in self.layers.values()]
-        self.sizes = [len(range(d_out)[owned(d_out)]) for d_out in heights]
+        self.sizes = [len(local(module.weight)) for module in self.layers.values()]
         weight = local(next(iter(layers.values())).weight)
         self.buffer = weight.new_zeros(sum(self.sizes), rank)
         self.rows = dict(zip(self.layers, self.buffer.split(self.sizes), strict=True))
@@ -1498,13 +1497,13 @@ class Clock:
     """Seconds by phase: each lap goes to the name it is given."""
 
     def __init__(self):
-        self.seconds, self.last = {}, time.perf_counter()
+        self.seconds, self.last = Counter(), time.perf_counter()
 
     def lap(self, phase: str) -> None:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         now = time.perf_counter()
-        self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self.last
+        self.seconds[phase] += now - self.last
         self.last = now
 
 

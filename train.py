@@ -37,7 +37,6 @@ import string
 import sys
 import time
 import warnings
-from collections import Counter
 from dataclasses import dataclass
 from fractions import Fraction
 from importlib.metadata import distributions
@@ -1354,7 +1353,6 @@ def report(out: Path, seconds: dict) -> None:
 def run(config: Config, wire=None) -> None:
     """One run, from the configuration to the last checkpoint."""
     clock = logra.Clock()
-    clock.seconds = Counter()
     if config.dtype == "auto":
         config.dtype = "bfloat16" if torch.cuda.is_available() else "float32"
     if config.model is None:  # a model this small is fastest with one thread
