@@ -448,7 +448,8 @@ class Sketches:
                 raise ValueError(f"{path} has a forward of its own; was it attached already?")
         self.layers = dict(sorted(layers.items(), key=lambda item: item[1].in_features))
         self.settings = {"rank": rank, "seed": seed, "kind": kind, "refresh": refresh}
-        self.sizes = [len(local(module.weight)) for module in self.layers.values()]
+        heights = [module.out_features for module in self.layers.values()]
+        self.sizes = [len(range(d_out)[owned(d_out)]) for d_out in heights]  # sharded yet or not
         weight = local(next(iter(layers.values())).weight)
         self.buffer = weight.new_zeros(sum(self.sizes), rank)
         self.rows = dict(zip(self.layers, self.buffer.split(self.sizes), strict=True))
