@@ -408,8 +408,7 @@ def find_targets(model, targets=()) -> dict:
     names = sorted({path.rpartition(".")[2] for path in found})
     if missing := sorted(set(targets) - set(names)):
         raise ValueError(f"no linear layer is called {', '.join(missing)}; there are {names}")
-    if targets:
-        found = {path: m for path, m in found.items() if path.rpartition(".")[2] in targets}
+    found = {path: m for path, m in found.items() if path.rpartition(".")[2] in (targets or names)}
     if not found:
         raise ValueError(f"{type(model).__name__} has no nn.Linear in its decoder layers")
     return found
@@ -1073,7 +1072,7 @@ class KLControl:
         steps, kls = curve
         if not all(0 <= kl < math.inf for kl in kls):
             raise FloatingPointError(f"the predicted KL of update {update} is {kls}")
-        if not self.enabled or min(kls) == 0:  # then nothing moves, and any step will do
+        if not self.enabled or min(kls) == 0:  # without a KL nothing moves: any step will do
             return 1.0
         return min(self.alpha_max, interpolate(self.budget(update), kls, steps, 1 / 2))
 
@@ -1611,10 +1610,8 @@ def grpo(model, generator, optimizer, control, draw, reward, config, first_step=
         metrics = {name: x / answers for name, x in zip(sums, totals, strict=True)}
         if config.denominator == "constant":  # Dr. GRPO (2503.20783)
             denominator = answers * config.max_new_tokens
-        probe = [
-            replace(s, completion=s.completion[:4096])  # the paper's bound
-            for s in samples[:: config.group_size][: config.probe_responses]
-        ]
+        probe = samples[:: config.group_size][: config.probe_responses]
+        probe = [replace(s, completion=s.completion[:4096]) for s in probe]  # the paper's bound
         repeats = config.updates_per_batch if signals else 1
 
         for repeat in range(repeats):
