@@ -137,7 +137,7 @@ def subtract_factor(W: torch.Tensor, factor: torch.Tensor, A: torch.Tensor, shar
 
 
 # ------------------------------------------------------------------------------------------------
-# 2  Ranks: each holds some rows of every W; with one rank nothing here does anything
+# 2  Ranks: each holds some rows of every W; a single rank holds them all, and asks nobody
 # ------------------------------------------------------------------------------------------------
 
 
@@ -233,16 +233,16 @@ def together():
     raise_together(failure)
 
 
-def check_same(matrices, what: str) -> None:
-    """Raise StopRun unless all ranks have the same matrices, to the bit."""
+def check_same(projections) -> None:
+    """Raise StopRun unless all ranks have the same projections, to the bit."""
     if world() == 1:
         return
     digest = hashlib.blake2b(digest_size=8)
-    for matrix in matrices:
-        digest.update(matrix.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    for A in projections:
+        digest.update(A.cpu().contiguous().view(torch.uint8).numpy().tobytes())
     digests = from_all_ranks(digest.hexdigest())
     if len({*digests}) > 1:
-        raise StopRun(f"{what} differ between ranks: {digests}")
+        raise StopRun(f"projections differ between ranks: {digests}")
 
 
 def owned(d_out: int) -> slice:
@@ -636,7 +636,7 @@ class LoGRA(torch.optim.Optimizer):
         self.sketches, self.layers, self.rule = sketches, sketches.layers, rule
         self.moments = {name: torch.zeros_like(M) for name, M in state[rule].items()}
         self.update, self.sketch_norm, self.keep_layer_norm = 0, 0.0, keep_layer_norm
-        check_same(sketches.A.values(), "projections")
+        check_same(sketches.A.values())
 
     @torch.no_grad()
     def propose(self, tokens: int) -> None:
@@ -722,7 +722,7 @@ class LoGRA(torch.optim.Optimizer):
             rows.copy_(torch.cat([part[owned(len(part))] for part in parts]))
         self.zero_grad()
         self.sketches.redraw(self.update)
-        check_same(self.sketches.A.values(), "projections")
+        check_same(self.sketches.A.values())
 
 
 def cosine(ends, update: int, updates: int) -> float:
@@ -851,7 +851,8 @@ class Sample:
 
 
 def compute_dtype(device, dtype: str):
-    """Inside, matrix products are made in `dtype`; weights stay float32, casts are not kept."""
+    """A context in which matrix products are made in `dtype`; weights stay float32, and their casts
+    are not kept."""
     low = dtype == "bfloat16"
     return torch.autocast(device.type, torch.bfloat16, low, cache_enabled=False)
 
@@ -1567,10 +1568,10 @@ def grpo(model, generator, optimizer, control, draw, reward, config, first_step=
     sketches = optimizer.sketches  # None: a control without them
     weights = {path: module.weight for path, module in optimizer.layers.items()}
     grid = control.grid() if config.kl_predictor == "linearised" else None
-    compute = compute_dtype(model.device, config.dtype)
-    kl = {"temperature": config.temperature, "micro_batch": config.micro_batch}
-    predict = compute(functools.partial(predict_kl, model, sketches, steps=grid, **kl))
-    measure = compute(functools.partial(realised_kl, model, **kl))
+    compute = compute_dtype(model.device, config.dtype)  # a context that can wrap a function too
+    common = {"temperature": config.temperature, "micro_batch": config.micro_batch}
+    predict = compute(functools.partial(predict_kl, model, sketches, steps=grid, **common))
+    measure = compute(functools.partial(realised_kl, model, **common))
 
     for step in range(first_step, config.steps):
         clock, begun = Clock(), time.perf_counter()
@@ -1600,7 +1601,7 @@ def grpo(model, generator, optimizer, control, draw, reward, config, first_step=
         sums = {
             "reward": rewards.sum().item(),
             "solved": (rewards > 0).sum().item(),
-            "dead_groups": (advantages == 0).all(1).sum().item() * config.group_size,
+            "dead_groups": (advantages == 0).all(1).sum().item() * config.group_size,  # answers
             "length": sum(len(s.completion) for s in samples),
             "truncated": sum(not s.finished for s in samples),
         }
@@ -1654,8 +1655,8 @@ def grpo(model, generator, optimizer, control, draw, reward, config, first_step=
             yield {
                 "step": step + 1,
                 "update": optimizer.update,
-                **metrics,
-                "kl_predicted": kl_at(curve, alpha) if curve else None,
+                **metrics,  # means over the answers of all ranks
+                "kl_predicted": kl_at(curve, alpha) if curve else None,  # nats a token
                 "kl_realised": realised,
                 "alpha": alpha,
                 "budget": control.budget(update),
