@@ -120,8 +120,8 @@ def draw_projections(widths, update, like, rank, seed, kind, refresh) -> dict:
     refresh: updates that share an A; 0: it is never redrawn."""
     key = ("projection", seed, update // refresh if refresh else 0)
     seeds = {d_in: stable_seed(*key, f"in_features={d_in}") for d_in in sorted({*widths})}
-    where = (kind, like.device, like.dtype)
-    return {d_in: make_projection(rank, d_in, seed, *where) for d_in, seed in seeds.items()}
+    options = (kind, like.device, like.dtype)
+    return {d_in: make_projection(rank, d_in, seed, *options) for d_in, seed in seeds.items()}
 
 
 def subtract_factor(W: torch.Tensor, factor: torch.Tensor, A: torch.Tensor, share=1.0, ranks=1):
@@ -669,8 +669,8 @@ class LoGRA(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, alpha: float = 1.0) -> dict:
-        """W <- W - F A with F = bfloat16(alpha U), then S = 0 and a new A.  Returns {path: F}.
-        Raises RuntimeError unless propose() came first."""
+        """W <- W - F A with F = bfloat16(alpha U), then S = 0 and a new A.  Returns {path: F
+        [d_out, r]}, whole on every rank.  Raises RuntimeError unless propose() came first."""
         sketches, old, factors = self.sketches, self.sketches.A, {}
         if not sketches.proposed:
             raise RuntimeError("step() before propose(): the buffer holds S, not U")
@@ -989,8 +989,8 @@ def predict_kl(model, sketches, probe, temperature=1.0, steps=None, micro_batch=
 
     probe: Samples.  steps: None for the quadratic predictor, or the grid of a at which the KL of
     the linearised policy is taken.  sketches: None (a control) predicts nothing.
-    Returns the curve (list of a, list of mean KL per generated token) and the probe's final hidden
-    states, from which realised_kl tells later what came of it.
+    Returns the curve (list of a, list of mean KL per generated token, in nats) and the probe's
+    final hidden states, from which realised_kl tells later what came of it.
     Memory: `micro_batch` answers in the model, `chunk` positions in the head.
     """
     total = 0.0
@@ -1568,7 +1568,7 @@ def grpo(model, generator, optimizer, control, draw, reward, config, first_step=
     sketches = optimizer.sketches  # None: a control without them
     weights = {path: module.weight for path, module in optimizer.layers.items()}
     grid = control.grid() if config.kl_predictor == "linearised" else None
-    compute = compute_dtype(model.device, config.dtype)  # a context that can wrap a function too
+    compute = compute_dtype(model.device, config.dtype)  # a context, here around functions
     common = {"temperature": config.temperature, "micro_batch": config.micro_batch}
     predict = compute(functools.partial(predict_kl, model, sketches, steps=grid, **common))
     measure = compute(functools.partial(realised_kl, model, **common))

@@ -1143,8 +1143,7 @@ def prepare(config: Config) -> SimpleNamespace:
 
     Returns what a run is made of: out (Path), checkpoint (Path or None) and state (its trainer.pt),
     model, tokenizer, stored (the dtype in the files), layers ({path: nn.Linear}, what is trained),
-    examples, prompts (a number that stands for them), held_out, eos_ids, max_length (tokens),
-    reward(sample).
+    examples, prompts (their hash), held_out, eos_ids, max_length (tokens), reward(sample).
     """
     it = SimpleNamespace(checkpoint=None, state=None, stored=torch.float32)
     reward = load_reward(config.reward)
@@ -1424,8 +1423,9 @@ def run(config: Config, wire=None) -> None:
         report(it.out, clock.seconds)
 
 
+# Words of torch's errors, without a first letter that may be large or small
 LOST = ("onnection closed by peer", "onnection reset by peer", "roken pipe", "NCCL")
-FULL = ("out of memory", "can't allocate memory")  # words of torch's errors
+FULL = ("out of memory", "can't allocate memory")
 
 
 def main(argv) -> int:
