@@ -156,9 +156,8 @@ def start_ranks(generation_ranks: int = 0):
     trainers, wire, here = size - generation_ranks, None, int(os.environ["LOCAL_RANK"])
     patience = timedelta(hours=1)  # of a rank that waits while another generates or saves
     if rank >= trainers:  # it sees no GPU but its own: vLLM takes the first
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-        visible = visible.split(",") if visible else [str(i) for i in range(size)]
-        os.environ["CUDA_VISIBLE_DEVICES"] = visible[min(here, len(visible) - 1)]
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(size)))
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[min(here, visible.count(","))]
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
             del os.environ[name]  # the engine is a world of its own
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C: it ends with the training ranks

@@ -955,13 +955,10 @@ def summarize(paths) -> None:
         scored = runs if group["mean"] is not None else ()
         then = [accuracy_after(quickest, records) for _, records in scored]
         group["mean_then"] = statistics.mean(then) if then else None
-    apart = {"kl", *curves}  # columns of their own
-    marked = [
-        {"": mark} | {k: v for k, v in group.items() if k not in apart}
-        for mark, group in zip(marks, groups, strict=False)
-    ]
-    kls = [{"": m, **g["kl"]} for m, g in zip(marks, groups, strict=False) if g["kl"]["updates"]]
-    print(f"{table(rows)}\n\n{table(marked)}\n")
+    marked = [{"": mark, **group} for mark, group in zip(marks, groups, strict=False)]
+    plain = [{k: v for k, v in g.items() if k not in ("kl", *curves)} for g in marked]
+    kls = [{"": g[""], **g["kl"]} for g in marked if g["kl"]["updates"]]
+    print(f"{table(rows)}\n\n{table(plain)}\n")
     print("collapsed: accuracy ends below half of its best; sd: divided by n - 1")
     print("seconds: all phases of all updates, without start, evaluations and checkpoints")
     print(f"mean_then: accuracy after {quickest:.1f} seconds, when the quickest group is done")
