@@ -1187,8 +1187,7 @@ def prepare(config: Config) -> SimpleNamespace:
             made = f"its tokenizer makes token {top} of {where}"
             raise UserError(f"--model has {embeddings} embeddings, but {made}")
     it.max_length = config.max_prompt_tokens + config.max_new_tokens
-    text = it.model.config.get_text_config()
-    positions = getattr(text, "max_position_embeddings", it.max_length)
+    positions = getattr(it.model.config.get_text_config(), "max_position_embeddings", it.max_length)
     if it.max_length > positions:
         flags = "--max-prompt-tokens + --max-new-tokens"
         raise UserError(f"{flags} is {it.max_length}, but the model has {positions} positions")
@@ -1222,8 +1221,7 @@ def build_optimizer(config: Config, it):
         return logra.LoRA(it.layers, config.rank, *rates, config.seed)
     rank, kind, rule = config.rank, config.projection, config.optimizer
     if rule == "dense_row_adam":  # with A = I the sketch is the gradient
-        rank, kind = max(module.in_features for module in it.layers.values()), "identity"
-        rule = "row_adam"
+        rank, kind, rule = max(m.in_features for m in it.layers.values()), "identity", "row_adam"
     options = (rank, config.targets, config.seed, kind, config.refresh)
     sketches, keep = logra.attach_sketches(it.model, *options), config.keep_layer_norm
     return logra.LoGRA(sketches, config.update_ratio, keep_layer_norm=keep, rule=rule)
