@@ -290,8 +290,7 @@ def decoder_layers(model) -> torch.nn.ModuleList:
 
 
 def gathered_embedding(module, dtype, ids):
-    """[B, L, H] of ids [B, L]: the embedding's own forward (some families scale it) with its
-    sharded weight made whole."""
+    """[B, L, H] of ids [B, L] by the embedding's own forward (some scale it), its weight whole."""
     shard = module.weight
     module.weight = torch.nn.Parameter(whole(shard), requires_grad=False)
     try:
@@ -510,8 +509,7 @@ def attach_sketches(model, rank, targets=(), seed=0, kind="rademacher", refresh=
 
 
 def checkpoint_layers(model) -> None:
-    """Make the activations of every decoder layer again in backward.  The models' own way wants
-    train mode, which would bring dropout."""
+    """Run every decoder layer again in backward.  The models' own way wants train mode: dropout."""
 
     def run(forward, *args, **kwargs):
         if not torch.is_grad_enabled():
@@ -618,7 +616,7 @@ class LoGRA(torch.optim.Optimizer):
 
     rule: from S to the direction D.  row_adam, the paper's; sketch_muon, newton_schulz with scales
     sqrt(max(1, d_out / d_in)), no state; sketch_adam, which needs an A kept for many updates;
-    sketch_sgd, D = S.  ValueError if it is another.  The size of the step is the same for all.
+    sketch_sgd, D = S; any other is a ValueError.  The size of the step is the same for all.
     update_ratio: ||U A|| / ||W|| over all layers, before alpha (dimensionless; the paper: 6e-5).
     keep_layer_norm: whether each layer keeps the norm of its own sketch (row_adam); else D is that
     of Adam with one v a row, about alike for all layers.
@@ -850,8 +848,7 @@ class Sample:
 
 
 def compute_dtype(device, dtype: str):
-    """A context in which matrix products are made in `dtype`; weights stay float32, and their casts
-    are not kept."""
+    """A context: matrix products are made in `dtype`, weights stay float32, casts are not kept."""
     low = dtype == "bfloat16"
     return torch.autocast(device.type, torch.bfloat16, low, cache_enabled=False)
 
@@ -1527,8 +1524,8 @@ def backward(model, samples, config, first: bool):
     """Add the policy gradient of the samples, a SUM over their tokens, to S.
 
     At the first update of a batch the trainer's log-probs become the old ones of the ratio, and the
-    mean of log p_engine - log p_trainer over the tokens of finished samples that have an advantage,
-    on all ranks, is returned; else None.
+    mean of log p_engine - log p_trainer over tokens of finished samples that have an advantage is
+    returned, else None.
     """
     device = model.device
     differences = [torch.empty(0, device=device)]
