@@ -322,7 +322,8 @@ def shard_model(model, dtype, frozen_dtype=torch.float32) -> None:
         W = module.weight.detach().to(mesh.device_type, frozen_dtype)
         W = distribute_tensor(W, mesh, [Shard(0)], src_data_rank=None)  # each cuts its own rows
         module.weight = torch.nn.Parameter(W, requires_grad=False)
-    head.weight = embedding.weight if tied else head.weight
+    if tied:
+        head.weight = embedding.weight
     embedding.forward = functools.partial(gathered_embedding, embedding, dtype)
     for module in (*decoder_layers(model), model.base_model):
         own_float32(module)  # a layer at a time: the whole model is never in this rank's memory
