@@ -79,8 +79,11 @@ import io
 import itertools
 import json
 import math
+import operator
 import os
 import random
+import re
+import runpy
 import shutil
 import signal
 import statistics
@@ -4173,6 +4176,52 @@ def test_full_memory_and_lost_ranks_are_one_sentence(
     steps, words = iter([0, 1]), "a fault"
     with pytest.raises(RuntimeError, match="a fault"):
         main(lab, f"{SMALL} --steps 4 --out {tmp_path}/again")
+
+
+# ------------------------------------------------------------------------------------------------
+# The README: its scripts run, its flags and links exist
+# ------------------------------------------------------------------------------------------------
+
+
+README = (HERE / "README.md").read_text()
+
+
+def script(name):
+    """Write the Python block of the README that begins with this file's name, and run it."""
+    blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    (text,) = (block for block in blocks if block.startswith(f"# {name}"))
+    Path(name).write_text(text)
+    return runpy.run_path(name)
+
+
+def test_flags_and_links_of_the_readme_exist():
+    """A flag that was renamed, a function that has moved: the README would lead astray."""
+    ours = {train.dashed(f.name) for f in train.dataclasses.fields(train.Config)}
+    ours |= {"--no" + name.removeprefix("-") for name in ours} | {"--help"}
+    others = {"--nproc-per-node", "--extra-index-url"}
+    found = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", README))
+    assert len(found) > 50 and found <= ours | others, found - ours - others
+    links = re.findall(r"\[`([\w.]+)`\]\((\w+)\.py\)", README)
+    assert len(links) >= 8
+    for name, module in links:
+        assert operator.attrgetter(name)({"logra": logra, "train": train}[module]), name
+
+
+def test_scripts_of_the_readme_make_a_second_task(tmp_path, monkeypatch):
+    """task.py writes a model and rows, places.py judges them, and a run takes both."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["task.py", "32", "5"])
+    monkeypatch.setattr(train, "warm_up", functools.partial(train.warm_up, batches=1))
+    script("task.py")
+    share = script("places.py")["share"]
+    rows = [json.loads(line) for line in Path("tiny-32-5/turn-test.jsonl").read_text().splitlines()]
+    assert {len(row["answer"]) for row in rows} == {5} and len(rows) > 9000
+    assert all(row["prompt"] == row["answer"][::-1] + "=" for row in rows)
+    judged = [share(text, {"answer": "12345"}) for text in ("12345", "12543", "1234", "")]
+    assert judged == [1.0, 0.6, 0.0, 0.0]
+    flags = "--model tiny-32-5 --data tiny-32-5/turn-train.jsonl --reward places.py:share"
+    flags = f"{train.BUILT_IN} {flags} --engine hf --steps 1 --out r"
+    assert train.main(flags.split()) == 0 and Path("r/step-1").exists()
 
 
 # ------------------------------------------------------------------------------------------------
