@@ -3783,9 +3783,12 @@ def test_the_number_of_a_text(text, number):
 )
 def test_hostile_text_is_answered_at_once(text):
     """Nothing is evaluated, and 100 kB of anything take less than a tenth of a second."""
-    start = time.process_time()
-    train.number_reward(text, row())
-    assert time.process_time() - start < 0.1
+    seconds = []
+    for _ in range(3):  # in one of them no garbage is collected
+        start = time.thread_time()
+        train.number_reward(text, row())
+        seconds.append(time.thread_time() - start)
+    assert min(seconds) < 0.1
 
 
 def test_a_reward_gets_what_it_asks_for_by_name(lab, tmp_path):
@@ -4207,15 +4210,14 @@ def test_flags_and_links_of_the_readme_exist():
         assert operator.attrgetter(name)({"logra": logra, "train": train}[module]), name
 
 
-def test_scripts_of_the_readme_make_a_second_task(tmp_path, monkeypatch):
+def test_scripts_of_the_readme_make_a_second_task(small_task, tmp_path, monkeypatch):
     """task.py writes a model and rows, places.py judges them, and a run takes both."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["task.py", "32", "5"])
-    monkeypatch.setattr(train, "warm_up", functools.partial(train.warm_up, batches=1))
     script("task.py")
     share = script("places.py")["share"]
     rows = [json.loads(line) for line in Path("tiny-32-5/turn-test.jsonl").read_text().splitlines()]
-    assert {len(row["answer"]) for row in rows} == {5} and len(rows) > 9000
+    assert {len(row["answer"]) for row in rows} == {5} and len(rows) == 2000
     assert all(row["prompt"] == row["answer"][::-1] + "=" for row in rows)
     judged = [share(text, {"answer": "12345"}) for text in ("12345", "12543", "1234", "")]
     assert judged == [1.0, 0.6, 0.0, 0.0]
@@ -5524,11 +5526,22 @@ SHAPES = {
 
 
 @functools.cache
+def simulations():
+    """{(shape, method): what simulate says of 4 ranks}, each in a process of its own, two at once."""
+
+    def run(name, method):
+        argv = [sys.executable, __file__, "simulate", name, "4", method]
+        done = subprocess.run(argv, stdout=subprocess.PIPE, text=True, check=True, timeout=300)
+        return json.loads(done.stdout.splitlines()[-1])
+
+    cases = [("7B", "logra"), ("1.5B", "logra"), ("short", "adamw"), ("short", "lora")]
+    pool = ThreadPoolExecutor(2)
+    return {case: pool.submit(run, *case) for case in cases}
+
+
 def simulated(name, method):
-    """What simulate says of 4 ranks, in a process of its own, once a session."""
-    argv = [sys.executable, __file__, "simulate", name, "4", method]
-    run = subprocess.run(argv, stdout=subprocess.PIPE, text=True, check=True, timeout=300)
-    return json.loads(run.stdout.splitlines()[-1])
+    """Peak GiB of each phase, by the simulation."""
+    return simulations()[name, method].result()
 
 
 @pytest.mark.slow
