@@ -2953,6 +2953,7 @@ BAD_INPUT = {
     "resume, other rank": ("--resume {lab}/done --rank 5", "--rank 16 5"),
     "resume, other optimizer": ("--resume {lab}/done --optimizer sketch_muon", "--optimizer muon"),
     "verified without sketch": ("--optimizer lora --verify-step", "--verify-step --optimizer lora"),
+    "no norms to keep": ("--optimizer lora --no-keep-layer-norm", "--no-keep-layer-norm lora"),
     "no such optimizer": ("--optimizer galore", "--optimizer galore sketch_muon"),
     "resume, other seed": ("--resume {lab}/done --seed 9", "--seed 0 9"),
     "resume, other model": ("--resume {lab}/done --model {lab}/llama", "--model llama"),

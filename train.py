@@ -298,6 +298,8 @@ def parse(argv) -> Config:
         raise UserError(f"--prompts-per-step {prompts} is less than the {trainers} training ranks")
     if config.engine == "hf" and ranks > 1:
         raise UserError("--engine hf generates with one rank only; use --engine vllm")
+    if not config.keep_layer_norm and not config.optimizer.endswith("row_adam"):
+        raise UserError(f"--no-keep-layer-norm: --optimizer {config.optimizer} keeps no norms")
     if config.optimizer in WITHOUT_SKETCH:
         config.sync = "full"  # a step of these has no factors
         if config.verify_step:
