@@ -5528,7 +5528,7 @@ SHAPES = {
 
 @functools.cache
 def simulations():
-    """{(shape, method): what simulate says of 4 ranks}, each in a process of its own, two at once."""
+    """{(shape, method): what simulate says of 4 ranks}, a process each, two at a time."""
 
     def run(name, method):
         argv = [sys.executable, __file__, "simulate", name, "4", method]
