@@ -36,19 +36,13 @@ outside it only the probe of 5 touches transformers.
 import contextlib
 import functools
 import hashlib
-import importlib
 import math
 import os
 import pickle
-import resource
-import signal
 import sys
-import time
 import weakref
 from bisect import bisect_left
-from collections import Counter
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -137,148 +131,8 @@ def subtract_factor(W: torch.Tensor, factor: torch.Tensor, A: torch.Tensor, shar
 
 
 # ------------------------------------------------------------------------------------------------
-# 2  Ranks: each holds some rows of every W; a single rank holds them all, and asks nobody
+# 2  Sketch: backward adds dY^T (X A^T) to S; weight.grad never exists
 # ------------------------------------------------------------------------------------------------
-
-
-class StopRun(Exception):
-    """A reason to stop that all ranks raise together, so that none waits for another."""
-
-
-def start_ranks(generation_ranks: int = 0):
-    """Meet the other ranks that torchrun has started; the last few only generate.
-
-    The training ranks become the default group.  vLLM makes its own groups of all ranks in that
-    one, so a generation rank is not in it, and a wire (a gloo group) of all ranks carries what
-    crosses.  Returns the wire, None if no rank only generates, and whether this rank does.
-    """
-    store, rank, size = next(dist.rendezvous("env://"))
-    trainers, wire, here = size - generation_ranks, None, int(os.environ["LOCAL_RANK"])
-    patience = timedelta(hours=1)  # of a rank that waits while another generates or saves
-    if rank >= trainers:  # it sees no GPU but its own: vLLM takes the first
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(size)))
-        os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[min(here, visible.count(","))]
-        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-            del os.environ[name]  # the engine is a world of its own
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C: it ends with the training ranks
-    elif torch.cuda.is_available():
-        torch.cuda.set_device(here)
-    if generation_ranks:
-        wire = dist.ProcessGroupGloo(dist.PrefixStore("wire", store), rank, size, patience)
-    if rank < trainers and trainers > 1:
-        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        ranks = {"store": dist.PrefixStore("train", store), "rank": rank, "world_size": trainers}
-        dist.init_process_group(backend, timeout=patience, **ranks)
-    return wire, rank >= trainers
-
-
-def world() -> int:
-    """The number of training ranks."""
-    return dist.get_world_size() if dist.is_initialized() else 1
-
-
-def my_rank() -> int:
-    """The number of this one, from 0."""
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
-def rank_sum(x: torch.Tensor) -> torch.Tensor:
-    """x summed over all ranks, in place."""
-    if world() > 1:
-        dist.all_reduce(x)
-    return x
-
-
-def rank_mean(totals: torch.Tensor, count: int):
-    """totals [k] / count, each summed over all ranks: a list of floats, None if nothing counts."""
-    sums = torch.cat([totals.double(), totals.new_tensor([count], dtype=torch.float64)])
-    *sums, count = rank_sum(sums).tolist()
-    return [total / count for total in sums] if count else None
-
-
-def from_all_ranks(x) -> list:
-    """What every rank gives here, in their order: objects that can be pickled."""
-    given = [x] * world()
-    if world() > 1:
-        dist.all_gather_object(given, x)
-    return given
-
-
-def in_step(batches: list) -> list:
-    """Pairs (batch, whether it counts), as many on every rank: the ranks gather weights together,
-    so one that has fewer batches repeats its last, and it counts for nothing."""
-    n = len(batches)
-    return [(batches[min(i, n - 1)], i < n) for i in range(max(from_all_ranks(n)))]
-
-
-def raise_together(error) -> None:
-    """Raise StopRun on every rank if any rank has an error; with one rank, that error."""
-    if world() == 1 and error:
-        raise error
-    errors = from_all_ranks(error and (str(error) or repr(error)))
-    for rank, words in enumerate(errors):
-        if words:
-            raise StopRun(words if len({*errors}) == 1 else f"rank {rank}: {words}") from error
-
-
-@contextlib.contextmanager
-def together():
-    """An error inside is raised by all ranks, as raise_together does: none waits for another."""
-    failure = None
-    try:
-        yield
-    except Exception as error:  # noqa: BLE001, the other ranks must hear of it
-        failure = error
-    raise_together(failure)
-
-
-def check_same(projections) -> None:
-    """Raise StopRun unless all ranks have the same projections, to the bit."""
-    if world() == 1:
-        return
-    digest = hashlib.blake2b(digest_size=8)
-    for A in projections:
-        digest.update(A.cpu().contiguous().view(torch.uint8).numpy().tobytes())
-    digests = from_all_ranks(digest.hexdigest())
-    if len({*digests}) > 1:
-        raise StopRun(f"projections differ between ranks: {digests}")
-
-
-def owned(d_out: int) -> slice:
-    """The rows of a [d_out, ...] matrix that this rank holds, by FSDP2's split.  All slices are
-    equally long; those of the last ranks may pass the end of the matrix."""
-    size = -(-d_out // world())
-    return slice(my_rank() * size, (my_rank() + 1) * size)
-
-
-def scatter_rows(S: torch.Tensor) -> torch.Tensor:
-    """The owned rows of S [d_out, r] summed over ranks.  Shards may be uneven, or empty."""
-    own, (d_out, r) = owned(len(S)), S.shape
-    rows = S.new_empty(own.stop - own.start, r)
-    padding = S.new_zeros(len(rows) * world() - d_out, r)
-    dist.reduce_scatter_single(rows, torch.cat([S, padding]))
-    return rows[: len(S[own])]
-
-
-def gather_rows(rows: torch.Tensor, d_out: int) -> torch.Tensor:
-    """The whole [d_out, ...] from the rows that each rank owns."""
-    if world() == 1:
-        return rows
-    size, shape = owned(d_out).stop - owned(d_out).start, rows.shape[1:]
-    padded = torch.cat([rows, rows.new_zeros(size - len(rows), *shape)])
-    everything = rows.new_empty(size * world(), *shape)
-    dist.all_gather_single(everything, padded)
-    return everything[:d_out]
-
-
-def local(W: torch.Tensor) -> torch.Tensor:
-    """This rank's rows of a weight: of a sharded one its shard, of a plain one all."""
-    return W.detach().to_local() if isinstance(W, DTensor) else W.detach()
-
-
-def whole(W: torch.Tensor) -> torch.Tensor:
-    """A weight gathered from all ranks; all must call."""
-    return W.detach().full_tensor() if isinstance(W, DTensor) else W.detach()
 
 
 def decoder_layers(model) -> torch.nn.ModuleList:
@@ -287,54 +141,6 @@ def decoder_layers(model) -> torch.nn.ModuleList:
     if not stacks:
         raise ValueError(f"{type(model).__name__} has no list of decoder layers")
     return max(stacks, key=lambda stack: sum(p.numel() for p in stack.parameters()))
-
-
-def gathered_embedding(module, dtype, ids):
-    """[B, L, H] of ids [B, L] by the embedding's own forward (some scale it), its weight whole."""
-    shard = module.weight
-    module.weight = torch.nn.Parameter(whole(shard), requires_grad=False)
-    try:
-        return type(module).forward(module, ids).to(dtype)
-    finally:
-        module.weight = shard
-
-
-def own_float32(module) -> None:
-    """Copy the weights of a module, even float32 ones, out of the mapped file that they may lie in:
-    a mapped tensor is not aligned, and the same product may round otherwise there."""
-    for parameter in module.parameters():
-        if not isinstance(parameter, DTensor):  # it is a shard already
-            parameter.data = parameter.data.to(torch.float32, copy=True)
-
-
-def shard_model(model, dtype, frozen_dtype=torch.float32) -> None:
-    """FSDP2: this rank keeps its rows of every weight in float32 and computes in `dtype`.
-
-    Each decoder layer is a group, gathered when its turn comes.  Embedding and head are frozen, so
-    they are plain shards in frozen_dtype, the one they were stored in, made whole where they are
-    used; FSDP would hold its flat buffer beside the copy.
-    """
-    mesh = init_device_mesh("cuda" if torch.cuda.is_available() else "cpu", (world(),))
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    tied = head.weight is embedding.weight
-    for module in (embedding,) if tied else (embedding, head):
-        W = module.weight.detach().to(mesh.device_type, frozen_dtype)
-        W = distribute_tensor(W, mesh, [Shard(0)], src_data_rank=None)  # each cuts its own rows
-        module.weight = torch.nn.Parameter(W, requires_grad=False)
-    if tied:
-        head.weight = embedding.weight
-    embedding.forward = functools.partial(gathered_embedding, embedding, dtype)
-    for module in (*decoder_layers(model), model.base_model):
-        own_float32(module)  # a layer at a time: the whole model is never in this rank's memory
-        fully_shard(module, mesh=mesh, mp_policy=policy, ignored_params={embedding.weight})
-        module.set_gradient_divide_factor(1.0)  # sums, as everywhere
-        module.set_force_sum_reduction_for_comms(True)  # gloo has no other
-
-
-# ------------------------------------------------------------------------------------------------
-# 3  Sketch: backward adds dY^T (X A^T) to S; weight.grad never exists
-# ------------------------------------------------------------------------------------------------
 
 
 class SketchLinear(torch.autograd.Function):
@@ -507,18 +313,6 @@ def attach_sketches(model, rank, targets=(), seed=0, kind="rademacher", refresh=
     if my_rank() == 0:
         print(f"rank {rank}: {summary}", file=sys.stderr)
     return sketches
-
-
-def checkpoint_layers(model) -> None:
-    """Run every decoder layer again in backward.  The models' own way wants train mode: dropout."""
-
-    def run(forward, *args, **kwargs):
-        if not torch.is_grad_enabled():
-            return forward(*args, **kwargs)
-        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
-
-    for layer in decoder_layers(model):
-        layer.forward = functools.partial(run, layer.forward)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -723,113 +517,8 @@ class LoGRA(torch.optim.Optimizer):
         check_same(self.sketches.A.values())
 
 
-def cosine(ends, update: int, updates: int) -> float:
-    """From the first of two ends, at update 0, to the last, at update `updates` - 1 and after."""
-    first, last = ends
-    done = min(update / max(updates - 1, 1), 1.0)
-    return last + (first - last) * (1 + math.cos(math.pi * done)) / 2
-
-
-class DenseAdamW(torch.optim.AdamW):
-    """The control: AdamW on the dense gradients of the same weights, driven by the same loop.
-
-    ends: learning rates of update 0 and of update number `updates` - 1, with a cosine between.
-    """
-
-    def __init__(self, layers: dict, ends=(1e-6, 1e-7), updates=300, parameters=None):
-        self.sketches, self.layers, self.update, self.sketch_norm = None, layers, 0, 0.0
-        self.ends, self.updates = ends, updates
-        parameters = parameters or [module.weight for module in layers.values()]
-        super().__init__(parameters, ends[0], (0.9, 0.95), weight_decay=0)
-
-    @torch.no_grad()
-    def propose(self, tokens: int) -> None:
-        """The one division by tokens.  Raises FloatingPointError if a gradient is not finite."""
-        rows = []  # of this rank
-        for grad in (p.grad for p in self.param_groups[0]["params"]):
-            if isinstance(grad, DTensor):  # FSDP has summed it
-                rows.append(local(grad.div_(tokens)))
-            else:
-                rows.append(rank_sum(grad).div_(tokens)[owned(len(grad))])
-        self.sketch_norm = finite_norm(rows, f"the gradient of update {self.update}")
-
-    def step(self, alpha: float = 1.0) -> None:
-        """The learning rate is the length of a step; alpha is ignored."""
-        self.param_groups[0]["lr"] = cosine(self.ends, self.update, self.updates)
-        super().step()
-        self.zero_grad()
-        self.update += 1
-
-    def state_dict(self) -> dict:
-        """As torch.optim's, the moments whole, so that they fit any number of ranks."""
-        state = super().state_dict()
-        moments = {i: {k: whole(v).cpu() for k, v in m.items()} for i, m in state["state"].items()}
-        return {**state, "state": moments, "update": self.update}
-
-    def load_state_dict(self, state: dict) -> None:
-        """Each rank takes its rows of the moments; the learning rate stays this run's."""
-        for i, moments in state["state"].items():
-            W = self.param_groups[0]["params"][i]
-            for name, M in moments.items():
-                if isinstance(W, DTensor) and M.shape == W.shape:
-                    moments[name] = distribute_tensor(M, W.device_mesh, W.placements)
-        self.update = state["update"]
-        super().load_state_dict(state)
-
-
-class LoRA(DenseAdamW):
-    """The other control: W = W_0 + B A of the same rank, AdamW on A and B (arXiv 2106.09685).
-
-    W is kept merged, so that engine and checkpoints see it as they see any other W.  The adapters
-    are small, and every rank has them whole.
-    """
-
-    def __init__(self, layers: dict, rank, ends=(1e-4, 1e-5), updates=300, seed=0):
-        self.adapters = {}
-        for path, module in layers.items():
-            W = local(module.weight)  # [own d_out, d_in]
-            A = make_projection(rank, W.shape[1], stable_seed("lora", seed, path), "gaussian")
-            A = (A * (rank / W.shape[1]) ** 0.5).to(W)  # [r, d_in], entries of variance 1 / d_in
-            B = W.new_zeros(module.out_features, rank)  # [d_out, r]: W starts where it was
-            module.weight.requires_grad_(False)  # only the adapters have gradients
-            self.adapters[path] = (torch.nn.Parameter(A), torch.nn.Parameter(B))
-            module.forward = functools.partial(self.forward, path, module)
-        parameters = [p for pair in self.adapters.values() for p in pair]
-        super().__init__(layers, ends, updates, parameters)
-
-    def forward(self, path, module, X):
-        """Y = X W^T + b.  Z = (X A^T) B^T is in W already: it adds nothing but its gradient."""
-        A, B = self.adapters[path]
-        Y = F.linear(X, module.weight, module.bias)
-        if not torch.is_grad_enabled():
-            return Y
-        Z = X.detach() @ A.T.to(X.dtype) @ B.T.to(X.dtype)
-        return Y + (Z - Z.detach()).to(Y.dtype)
-
-    @torch.no_grad()
-    def step(self, alpha: float = 1.0) -> None:
-        """W <- W - B A (before) + B A (after), on the owned rows."""
-        for sign in (-1, 1):
-            for path, (A, B) in self.adapters.items():
-                local(self.layers[path].weight).addmm_(B[owned(len(B))], A, alpha=sign)
-            if sign < 0:
-                super().step()
-
-    def state_dict(self) -> dict:
-        """As DenseAdamW's, with A and B."""
-        return {**super().state_dict(), "adapters": self.adapters}
-
-    @torch.no_grad()
-    def load_state_dict(self, state: dict) -> None:
-        """W has its adapters merged already, so they are only put in place."""
-        for path, pair in state["adapters"].items():
-            for mine, saved in zip(self.adapters[path], pair, strict=True):
-                mine.copy_(saved)
-        super().load_state_dict(state)
-
-
 # ------------------------------------------------------------------------------------------------
-# 5  Predicted KL: how far the policy will move, before it moves
+# 4  The policy on its answers, and the GRPO objective
 # ------------------------------------------------------------------------------------------------
 
 
@@ -892,6 +581,104 @@ def policy_head(model):
 
     logits.chunk = max(1, 2**24 // len(W))  # as many positions as make 64 MiB of float32 logits
     return logits
+
+
+def group_advantages(rewards: torch.Tensor, divide_by_std: bool = True) -> torch.Tensor:
+    """Advantages [P, G] of the G answers to each of P prompts: (reward - mean) / std of the group
+    (GRPO 2402.03300, 4.1), or without the std (Dr. GRPO 2503.20783).  Equal rewards get 0."""
+    rewards = rewards.double()
+    centred = rewards - rewards.mean(1, keepdim=True)
+    std = rewards.std(1, correction=0, keepdim=True)
+    alive = std > 1e-9 * rewards.abs().amax(1, keepdim=True)
+    return torch.where(alive, centred / std if divide_by_std else centred, 0.0)
+
+
+def running_mean_advantages(rewards: torch.Tensor, baseline: float | None, weight=0.1):
+    """Advantages [P, G] = reward - baseline, where G may be 1, and the next baseline (the paper's).
+
+    baseline: a running mean of the steps before this one, over all ranks, so that it knows nothing
+    of the answers it judges (a choice of ours).  None: the first step is judged by its own mean.
+    """
+    rewards = rewards.double()
+    (mean,) = rank_mean(rewards.sum()[None], rewards.numel())
+    baseline = mean if baseline is None else baseline
+    centred = rewards - baseline
+    signal = centred.abs() > 1e-9 * max(abs(baseline), rewards.abs().max())  # above rounding
+    return torch.where(signal, centred, 0.0), baseline + weight * (mean - baseline)
+
+
+def token_logprobs(hidden, head, ids, temperature, chunk=512):
+    """log p(ids) [n] under softmax(head(hidden) / T), hidden [n, H].  `chunk` positions at a time,
+    made again in backward: no [n, V] matrix ever exists."""
+
+    def logprobs(h, i):
+        z = head(h).float() / temperature  # [chunk, V]
+        return z.gather(1, i[:, None]).squeeze(1) - z.logsumexp(1)
+
+    pieces = zip(hidden.split(chunk), ids.split(chunk), strict=True)
+    again = functools.partial(checkpoint, logprobs, use_reentrant=False, preserve_rng_state=False)
+    return torch.cat([again(h, i) for h, i in pieces])
+
+
+def policy_loss(logp, old_logp, engine_logp, advantages, clip_low, clip_high):
+    """The loss SUMMED over tokens; all arguments [n], one entry a generated token.
+
+        ratio = exp(logp - old_logp)                       1 at the first update of a batch
+        w     = min(exp(old_logp - engine_logp), 2)        truncated importance sampling
+        loss  = -sum w min(ratio adv, clip(ratio, 1 - clip_low, 1 + clip_high) adv)
+
+    Clipping with two bounds is DAPO's (2503.14476, 3.1); the sum over all tokens of the step, to
+    be divided once by their number, its token-level loss (3.3).
+    """
+    ratio = (logp - old_logp).exp()
+    weight = (old_logp - engine_logp).exp().clamp(max=2)
+    clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
+    return -(weight * torch.minimum(ratio * advantages, clipped * advantages)).sum()
+
+
+def backward(model, samples, config, first: bool):
+    """Add the policy gradient of the samples, a SUM over their tokens, to S.
+
+    At the first update of a batch the trainer's log-probs become the old ones of the ratio, and the
+    mean of log p_engine - log p_trainer over tokens of finished samples that have an advantage is
+    returned, else None.
+    """
+    device = model.device
+    differences = [torch.empty(0, device=device)]
+    for micro, counts in in_step(micro_batches(samples, config.micro_batch)):
+        lengths = [len(s.completion) for s in micro]
+        with compute_dtype(device, config.dtype):
+            hidden, ids = response_hidden(model, micro, device)  # [n, H], [n]
+            leaf = hidden.detach().requires_grad_()  # where the head's backward ends
+            head = policy_head(model)
+            logp = token_logprobs(leaf, head, ids, config.temperature, head.chunk)  # [n]
+        engine = torch.tensor([x for s in micro for x in s.logprobs], device=device)
+        if first and counts:
+            for s, old in zip(micro, logp.detach().split(lengths), strict=True):
+                s.old_logprobs = old
+            heard = [s.finished and s.advantage != 0 for s in micro for _ in s.completion]
+            differences.append((engine - logp.detach())[torch.tensor(heard, device=device)])
+        old = torch.cat([s.old_logprobs for s in micro])
+        advantages = torch.tensor([s.advantage for s in micro for _ in s.completion], device=device)
+        advantages = advantages * counts  # a repeated batch adds nothing
+        policy_loss(logp, old, engine, advantages, config.clip_low, config.clip_high).backward()
+        del logp, head  # the head's weight and logits are gone before the layers run backward
+        hidden.backward(leaf.grad)
+    found = torch.cat(differences)
+    mean = rank_mean(found.sum()[None], len(found))
+    return mean[0] if mean else None
+
+
+# ------------------------------------------------------------------------------------------------
+# 5  Predicted KL: how far the policy will move, before it moves
+# ------------------------------------------------------------------------------------------------
+
+
+def cosine(ends, update: int, updates: int) -> float:
+    """From the first of two ends, at update 0, to the last, at update `updates` - 1 and after."""
+    first, last = ends
+    done = min(update / max(updates - 1, 1), 1.0)
+    return last + (first - last) * (1 + math.cos(math.pi * done)) / 2
 
 
 def blockwise_attention(module, query, key, value, mask, scaling, softcap=None, **_):
@@ -1088,81 +875,8 @@ class KLControl:
 
 
 # ------------------------------------------------------------------------------------------------
-# 6  GRPO objective
+# 6  Generation, sync and the loop
 # ------------------------------------------------------------------------------------------------
-
-
-def group_advantages(rewards: torch.Tensor, divide_by_std: bool = True) -> torch.Tensor:
-    """Advantages [P, G] of the G answers to each of P prompts: (reward - mean) / std of the group
-    (GRPO 2402.03300, 4.1), or without the std (Dr. GRPO 2503.20783).  Equal rewards get 0."""
-    rewards = rewards.double()
-    centred = rewards - rewards.mean(1, keepdim=True)
-    std = rewards.std(1, correction=0, keepdim=True)
-    alive = std > 1e-9 * rewards.abs().amax(1, keepdim=True)
-    return torch.where(alive, centred / std if divide_by_std else centred, 0.0)
-
-
-def running_mean_advantages(rewards: torch.Tensor, baseline: float | None, weight=0.1):
-    """Advantages [P, G] = reward - baseline, where G may be 1, and the next baseline (the paper's).
-
-    baseline: a running mean of the steps before this one, over all ranks, so that it knows nothing
-    of the answers it judges (a choice of ours).  None: the first step is judged by its own mean.
-    """
-    rewards = rewards.double()
-    (mean,) = rank_mean(rewards.sum()[None], rewards.numel())
-    baseline = mean if baseline is None else baseline
-    centred = rewards - baseline
-    signal = centred.abs() > 1e-9 * max(abs(baseline), rewards.abs().max())  # above rounding
-    return torch.where(signal, centred, 0.0), baseline + weight * (mean - baseline)
-
-
-def token_logprobs(hidden, head, ids, temperature, chunk=512):
-    """log p(ids) [n] under softmax(head(hidden) / T), hidden [n, H].  `chunk` positions at a time,
-    made again in backward: no [n, V] matrix ever exists."""
-
-    def logprobs(h, i):
-        z = head(h).float() / temperature  # [chunk, V]
-        return z.gather(1, i[:, None]).squeeze(1) - z.logsumexp(1)
-
-    pieces = zip(hidden.split(chunk), ids.split(chunk), strict=True)
-    again = functools.partial(checkpoint, logprobs, use_reentrant=False, preserve_rng_state=False)
-    return torch.cat([again(h, i) for h, i in pieces])
-
-
-def policy_loss(logp, old_logp, engine_logp, advantages, clip_low, clip_high):
-    """The loss SUMMED over tokens; all arguments [n], one entry a generated token.
-
-        ratio = exp(logp - old_logp)                       1 at the first update of a batch
-        w     = min(exp(old_logp - engine_logp), 2)        truncated importance sampling
-        loss  = -sum w min(ratio adv, clip(ratio, 1 - clip_low, 1 + clip_high) adv)
-
-    Clipping with two bounds is DAPO's (2503.14476, 3.1); the sum over all tokens of the step, to
-    be divided once by their number, its token-level loss (3.3).
-    """
-    ratio = (logp - old_logp).exp()
-    weight = (old_logp - engine_logp).exp().clamp(max=2)
-    clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
-    return -(weight * torch.minimum(ratio * advantages, clipped * advantages)).sum()
-
-
-# ------------------------------------------------------------------------------------------------
-# 7  Generation and sync
-# ------------------------------------------------------------------------------------------------
-
-
-def hide_broken_packages() -> None:
-    """Make Python believe that torchvision and its kin are absent, where importing them fails.
-
-    Beside a CPU build of torch, pip installs a torchvision built for CUDA, which takes transformers
-    and vLLM down; both do without it.  Call before importing either.
-    """
-    for name in ("torchvision", "torchaudio", "torchcodec"):
-        try:
-            importlib.import_module(name)
-        except (ImportError, OSError, RuntimeError):
-            for loaded in [m for m in sys.modules if m.split(".")[0] == name]:
-                del sys.modules[loaded]
-            sys.modules[name] = None
 
 
 class SketchSync:
@@ -1243,7 +957,6 @@ class VLLMGenerator:
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         if on_cpu:  # enforce_eager below leaves nothing for the compiler but 12 s of start-up
             os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-        hide_broken_packages()
         import vllm
         import vllm.model_executor.layers.utils as layer_utils
         from vllm.model_executor.models import registry
@@ -1322,6 +1035,334 @@ class VLLMGenerator:
     def read(self) -> dict:
         """{path: weights} of the target layers as the engine has them."""
         return self.call("sync_read")
+
+
+class HFGenerator:
+    """The same methods on the trainer's own model, for machines without vLLM and as an oracle."""
+
+    def __init__(self, model, eos_ids, dtype="float32"):
+        self.model, self.dtype = model, dtype
+        self.eos_ids = torch.tensor(list(eos_ids), device=model.device)
+
+    @torch.no_grad()
+    def generate(self, prompts, seeds, max_new_tokens, temperature=1.0, rows=256) -> list:
+        """As VLLMGenerator.generate, at most `rows` prompts at a time."""
+        if len(prompts) > rows:
+            cuts = [slice(i, i + rows) for i in range(0, len(prompts), rows)]
+            options = (max_new_tokens, temperature, rows)
+            return [s for cut in cuts for s in self.generate(prompts[cut], seeds[cut], *options)]
+        device, length = self.model.device, max(map(len, prompts))
+        # [B, L], padded on the left so that all rows grow at their end
+        ids = torch.tensor([[0] * (length - len(p)) + p for p in prompts], device=device)
+        mask = torch.tensor([[0] * (length - len(p)) + [1] * len(p) for p in prompts]).to(device)
+        draws = torch.stack([random_uniform(seed, max_new_tokens) for seed in seeds]).to(device)
+        done = torch.zeros(len(prompts), dtype=torch.bool, device=device)
+        tokens, logps, cache = [], [], None
+        for t in range(max_new_tokens):
+            places = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+            options = {"attention_mask": mask, "position_ids": places, "past_key_values": cache}
+            with compute_dtype(device, self.dtype):
+                out = self.model(ids, **options, use_cache=True, logits_to_keep=1)
+            cache, z = out.past_key_values, out.logits[:, -1].float()  # [B, V]
+            logp = (z / (temperature or 1.0)).log_softmax(-1)
+            # Inverse of the cumulative distribution: one uniform number a token, none shared.
+            cumulative = logp.double().exp().cumsum(-1)
+            ids = torch.searchsorted(cumulative, draws[:, t, None] * cumulative[:, -1:])  # [B, 1]
+            ids = ids if temperature else z.argmax(-1, keepdim=True)
+            tokens.append(ids)
+            logps.append(logp.gather(1, ids))
+            mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
+            done |= torch.isin(ids[:, 0], self.eos_ids)
+            if done.all():
+                break
+        tokens, logps = torch.cat(tokens, 1), torch.cat(logps, 1).tolist()
+        ends = torch.isin(tokens, self.eos_ids).tolist()
+        samples = []
+        for prompt, ids, logp, end in zip(prompts, tokens.tolist(), logps, ends, strict=True):
+            n = end.index(True) + 1 if True in end else len(end)
+            samples.append(Sample(prompt, ids[:n], logp[:n], True in end))
+        return samples
+
+    def update(self, *_) -> None:
+        """Nothing to send: the weights are the trainer's."""
+
+    load = update
+
+
+def grpo(model, generator, optimizer, control, draw, reward, config, first_step=0, lap=id):
+    """Yield one dict of metrics after every update: a step is one batch, updated once or more.
+
+    draw(step) -> [(index, token ids, row)], the prompts of a step, of which each rank takes its
+    share.  reward(sample) -> float.  config: the fields of train.Config that are read below.
+    Everything random follows from (seed, step, prompt, sample) and the number of the update, so a
+    run that starts again at first_step with the same weights and optimizer is the same run.
+    lap(name) is called at the end of each phase of a step; by default it does nothing.
+    """
+    sketches = optimizer.sketches  # None: a control without them
+    weights = {path: module.weight for path, module in optimizer.layers.items()}
+    grid = control.grid() if config.kl_predictor == "linearised" else None
+    compute = compute_dtype(model.device, config.dtype)  # a context, here around functions
+    common = {"temperature": config.temperature, "micro_batch": config.micro_batch}
+    predict = compute(functools.partial(predict_kl, model, sketches, steps=grid, **common))
+    measure = compute(functools.partial(realised_kl, model, **common))
+
+    for step in range(first_step, config.steps):
+        # 1  G answers to each prompt, scored
+        share = draw(step)[my_rank() :: world()]
+        prompts = [(*prompt, g) for prompt in share for g in range(config.group_size)]
+        seeds = [stable_seed("sample", config.seed, step, index, g) for index, _, _, g in prompts]
+        ids = [ids for _, ids, _, _ in prompts]
+        with together():
+            samples = generator.generate(ids, seeds, config.max_new_tokens, config.temperature)
+            for sample, (index, _, row, _) in zip(samples, prompts, strict=True):
+                sample.index, sample.row = index, row
+                sample.reward = reward(sample)
+        lap("generate")
+
+        # 2  who beat the group
+        rewards = torch.tensor([s.reward for s in samples], dtype=torch.float64)
+        rewards = rewards.view(-1, config.group_size)  # [P, G]
+        if config.advantage == "running_mean":
+            advantages, control.baseline = running_mean_advantages(rewards, control.baseline)
+        else:
+            advantages = group_advantages(rewards, config.divide_by_std)
+        covered = [s for s in samples if s.finished or not config.mask_truncated]  # by the loss
+        for sample, advantage in zip(samples, advantages.flatten().tolist(), strict=True):
+            sample.advantage = advantage * (sample.finished or not config.mask_truncated)
+        alive = [s for s in samples if s.advantage]  # the others would add exactly 0
+        sums = {
+            "reward": rewards.sum().item(),
+            "solved": (rewards > 0).sum().item(),
+            "dead_groups": (advantages == 0).all(1).sum().item() * config.group_size,  # answers
+            "length": sum(len(s.completion) for s in samples),
+            "truncated": sum(not s.finished for s in samples),
+        }
+        counts = [len(samples), sum(len(s.completion) for s in covered), len(alive)]
+        table = torch.tensor([*sums.values(), *counts], dtype=torch.float64)
+        *totals, answers, denominator, signals = rank_sum(table).tolist()
+        metrics = {name: x / answers for name, x in zip(sums, totals, strict=True)}
+        if config.denominator == "constant":  # Dr. GRPO (2503.20783)
+            denominator = answers * config.max_new_tokens
+        probe = samples[:: config.group_size][: config.probe_responses]
+        probe = [replace(s, completion=s.completion[:4096]) for s in probe]  # the paper's bound
+        repeats = config.updates_per_batch if signals else 1
+
+        for repeat in range(repeats):
+            update, alpha, back, sent = optimizer.update, 0.0, 0.0, {}
+            curve = realised = None
+            if signals:
+                # 3  adds dY^T (X A^T) to S
+                difference = backward(model, alive or samples[:1], config, first=repeat == 0)
+                if difference is not None:
+                    control.observe(difference)
+                lap("train")
+                # 4  a direction U of size update_ratio
+                optimizer.propose(denominator)
+                lap("update")
+                # 5  how far the KL budget lets it go
+                check = config.kl_check_every and update % config.kl_check_every == 0
+                check = check or config.verify_step
+                if sketches or check:
+                    curve, before = predict(probe)
+                alpha = control.scale(curve, update) if curve else 1.0
+                lap("probe")
+                # 6  W -= F A, F = alpha U rounded; a new A
+                factors = optimizer.step(alpha)
+                lap("update")
+                if check:
+                    realised = measure(probe, before)
+                if config.verify_step and (back := control.excess(realised, update)):
+                    optimizer.take_back(factors, back)
+                    alpha *= 1 - back
+                    realised = measure(probe, before)
+                lap("probe")
+                # 7  send the factor and a number, not W
+                sent = factors if config.sync == "factors" else weights
+                if config.sync == "factors":
+                    generator.update(factors, update, back)
+                else:
+                    generator.load(weights.items())
+                lap("sync")
+
+            yield {
+                "step": step + 1,
+                "update": optimizer.update,
+                **metrics,  # means over the answers of all ranks
+                "kl_predicted": kl_at(curve, alpha) if curve else None,  # nats a token
+                "kl_realised": realised,
+                "alpha": alpha,
+                "budget": control.budget(update),
+                "mismatch": control.mismatch,
+                "update_ratio": alpha * optimizer.param_groups[0].get("update_ratio", 0.0),
+                "grad_sketch_norm": optimizer.sketch_norm if signals else 0.0,
+                "sync_bytes": sum(x.numel() * x.element_size() for x in sent.values()),
+                "wire_bytes": getattr(generator, "crossed", 0),  # to and from generation ranks
+                "tokens": answers * metrics["length"],
+                "samples": samples,
+                "last": repeat == repeats - 1,  # of this batch
+            }
+            generator.crossed = 0
+
+
+# ------------------------------------------------------------------------------------------------
+# 7  Many ranks: each holds some rows of every W; a single rank holds them all
+# ------------------------------------------------------------------------------------------------
+
+
+class StopRun(Exception):
+    """A reason to stop that all ranks raise together, so that none waits for another."""
+
+
+def world() -> int:
+    """The number of training ranks."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def my_rank() -> int:
+    """The number of this one, from 0."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def rank_sum(x: torch.Tensor) -> torch.Tensor:
+    """x summed over all ranks, in place."""
+    if world() > 1:
+        dist.all_reduce(x)
+    return x
+
+
+def rank_mean(totals: torch.Tensor, count: int):
+    """totals [k] / count, each summed over all ranks: a list of floats, None if nothing counts."""
+    sums = torch.cat([totals.double(), totals.new_tensor([count], dtype=torch.float64)])
+    *sums, count = rank_sum(sums).tolist()
+    return [total / count for total in sums] if count else None
+
+
+def from_all_ranks(x) -> list:
+    """What every rank gives here, in their order: objects that can be pickled."""
+    given = [x] * world()
+    if world() > 1:
+        dist.all_gather_object(given, x)
+    return given
+
+
+def in_step(batches: list) -> list:
+    """Pairs (batch, whether it counts), as many on every rank: the ranks gather weights together,
+    so one that has fewer batches repeats its last, and it counts for nothing."""
+    n = len(batches)
+    return [(batches[min(i, n - 1)], i < n) for i in range(max(from_all_ranks(n)))]
+
+
+def raise_together(error) -> None:
+    """Raise StopRun on every rank if any rank has an error; with one rank, that error."""
+    if world() == 1 and error:
+        raise error
+    errors = from_all_ranks(error and (str(error) or repr(error)))
+    for rank, words in enumerate(errors):
+        if words:
+            raise StopRun(words if len({*errors}) == 1 else f"rank {rank}: {words}") from error
+
+
+@contextlib.contextmanager
+def together():
+    """An error inside is raised by all ranks, as raise_together does: none waits for another."""
+    failure = None
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001, the other ranks must hear of it
+        failure = error
+    raise_together(failure)
+
+
+def check_same(projections) -> None:
+    """Raise StopRun unless all ranks have the same projections, to the bit."""
+    if world() == 1:
+        return
+    digest = hashlib.blake2b(digest_size=8)
+    for A in projections:
+        digest.update(A.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    digests = from_all_ranks(digest.hexdigest())
+    if len({*digests}) > 1:
+        raise StopRun(f"projections differ between ranks: {digests}")
+
+
+def owned(d_out: int) -> slice:
+    """The rows of a [d_out, ...] matrix that this rank holds, by FSDP2's split.  All slices are
+    equally long; those of the last ranks may pass the end of the matrix."""
+    size = -(-d_out // world())
+    return slice(my_rank() * size, (my_rank() + 1) * size)
+
+
+def scatter_rows(S: torch.Tensor) -> torch.Tensor:
+    """The owned rows of S [d_out, r] summed over ranks.  Shards may be uneven, or empty."""
+    own, (d_out, r) = owned(len(S)), S.shape
+    rows = S.new_empty(own.stop - own.start, r)
+    padding = S.new_zeros(len(rows) * world() - d_out, r)
+    dist.reduce_scatter_single(rows, torch.cat([S, padding]))
+    return rows[: len(S[own])]
+
+
+def gather_rows(rows: torch.Tensor, d_out: int) -> torch.Tensor:
+    """The whole [d_out, ...] from the rows that each rank owns."""
+    if world() == 1:
+        return rows
+    size, shape = owned(d_out).stop - owned(d_out).start, rows.shape[1:]
+    padded = torch.cat([rows, rows.new_zeros(size - len(rows), *shape)])
+    everything = rows.new_empty(size * world(), *shape)
+    dist.all_gather_single(everything, padded)
+    return everything[:d_out]
+
+
+def local(W: torch.Tensor) -> torch.Tensor:
+    """This rank's rows of a weight: of a sharded one its shard, of a plain one all."""
+    return W.detach().to_local() if isinstance(W, DTensor) else W.detach()
+
+
+def whole(W: torch.Tensor) -> torch.Tensor:
+    """A weight gathered from all ranks; all must call."""
+    return W.detach().full_tensor() if isinstance(W, DTensor) else W.detach()
+
+
+def gathered_embedding(module, dtype, ids):
+    """[B, L, H] of ids [B, L] by the embedding's own forward (some scale it), its weight whole."""
+    shard = module.weight
+    module.weight = torch.nn.Parameter(whole(shard), requires_grad=False)
+    try:
+        return type(module).forward(module, ids).to(dtype)
+    finally:
+        module.weight = shard
+
+
+def own_float32(module) -> None:
+    """Copy the weights of a module, even float32 ones, out of the mapped file that they may lie in:
+    a mapped tensor is not aligned, and the same product may round otherwise there."""
+    for parameter in module.parameters():
+        if not isinstance(parameter, DTensor):  # it is a shard already
+            parameter.data = parameter.data.to(torch.float32, copy=True)
+
+
+def shard_model(model, dtype, frozen_dtype=torch.float32) -> None:
+    """FSDP2: this rank keeps its rows of every weight in float32 and computes in `dtype`.
+
+    Each decoder layer is a group, gathered when its turn comes.  Embedding and head are frozen, so
+    they are plain shards in frozen_dtype, the one they were stored in, made whole where they are
+    used; FSDP would hold its flat buffer beside the copy.
+    """
+    mesh = init_device_mesh("cuda" if torch.cuda.is_available() else "cpu", (world(),))
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    tied = head.weight is embedding.weight
+    for module in (embedding,) if tied else (embedding, head):
+        W = module.weight.detach().to(mesh.device_type, frozen_dtype)
+        W = distribute_tensor(W, mesh, [Shard(0)], src_data_rank=None)  # each cuts its own rows
+        module.weight = torch.nn.Parameter(W, requires_grad=False)
+    if tied:
+        head.weight = embedding.weight
+    embedding.forward = functools.partial(gathered_embedding, embedding, dtype)
+    for module in (*decoder_layers(model), model.base_model):
+        own_float32(module)  # a layer at a time: the whole model is never in this rank's memory
+        fully_shard(module, mesh=mesh, mp_policy=policy, ignored_params={embedding.weight})
+        module.set_gradient_divide_factor(1.0)  # sums, as everywhere
+        module.set_force_sum_reduction_for_comms(True)  # gloo has no other
 
 
 def exchange(wire, message) -> tuple:
@@ -1432,240 +1473,3 @@ def serve(wire, start) -> None:
             for _ in tensors:
                 pass  # what is left of them is on its way
             exchange(wire, answers)
-
-
-class HFGenerator:
-    """The same methods on the trainer's own model, for machines without vLLM and as an oracle."""
-
-    def __init__(self, model, eos_ids, dtype="float32"):
-        self.model, self.dtype = model, dtype
-        self.eos_ids = torch.tensor(list(eos_ids), device=model.device)
-
-    @torch.no_grad()
-    def generate(self, prompts, seeds, max_new_tokens, temperature=1.0, rows=256) -> list:
-        """As VLLMGenerator.generate, at most `rows` prompts at a time."""
-        if len(prompts) > rows:
-            cuts = [slice(i, i + rows) for i in range(0, len(prompts), rows)]
-            options = (max_new_tokens, temperature, rows)
-            return [s for cut in cuts for s in self.generate(prompts[cut], seeds[cut], *options)]
-        device, length = self.model.device, max(map(len, prompts))
-        # [B, L], padded on the left so that all rows grow at their end
-        ids = torch.tensor([[0] * (length - len(p)) + p for p in prompts], device=device)
-        mask = torch.tensor([[0] * (length - len(p)) + [1] * len(p) for p in prompts]).to(device)
-        draws = torch.stack([random_uniform(seed, max_new_tokens) for seed in seeds]).to(device)
-        done = torch.zeros(len(prompts), dtype=torch.bool, device=device)
-        tokens, logps, cache = [], [], None
-        for t in range(max_new_tokens):
-            places = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
-            options = {"attention_mask": mask, "position_ids": places, "past_key_values": cache}
-            with compute_dtype(device, self.dtype):
-                out = self.model(ids, **options, use_cache=True, logits_to_keep=1)
-            cache, z = out.past_key_values, out.logits[:, -1].float()  # [B, V]
-            logp = (z / (temperature or 1.0)).log_softmax(-1)
-            # Inverse of the cumulative distribution: one uniform number a token, none shared.
-            cumulative = logp.double().exp().cumsum(-1)
-            ids = torch.searchsorted(cumulative, draws[:, t, None] * cumulative[:, -1:])  # [B, 1]
-            ids = ids if temperature else z.argmax(-1, keepdim=True)
-            tokens.append(ids)
-            logps.append(logp.gather(1, ids))
-            mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
-            done |= torch.isin(ids[:, 0], self.eos_ids)
-            if done.all():
-                break
-        tokens, logps = torch.cat(tokens, 1), torch.cat(logps, 1).tolist()
-        ends = torch.isin(tokens, self.eos_ids).tolist()
-        samples = []
-        for prompt, ids, logp, end in zip(prompts, tokens.tolist(), logps, ends, strict=True):
-            n = end.index(True) + 1 if True in end else len(end)
-            samples.append(Sample(prompt, ids[:n], logp[:n], True in end))
-        return samples
-
-    def update(self, *_) -> None:
-        """Nothing to send: the weights are the trainer's."""
-
-    load = update
-
-
-# ------------------------------------------------------------------------------------------------
-# 8  The loop
-# ------------------------------------------------------------------------------------------------
-
-
-class Clock:
-    """Seconds by phase: each lap goes to the name it is given."""
-
-    def __init__(self):
-        self.seconds, self.last = Counter(), time.perf_counter()
-
-    def lap(self, phase: str) -> None:
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        now = time.perf_counter()
-        self.seconds[phase] += now - self.last
-        self.last = now
-
-
-def peak_gib() -> float:
-    """Peak memory since the last call, GiB: the CUDA allocator's, else this process's RSS."""
-    if torch.cuda.is_available():
-        peak = torch.cuda.max_memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        return peak / 2**30
-    try:
-        with open("/proc/self/status") as status:
-            kib = next(int(line.split()[1]) for line in status if line.startswith("VmHWM"))
-        with open("/proc/self/clear_refs", "w") as reset:
-            reset.write("5")  # Linux: start the high-water mark anew
-    except OSError:
-        kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return kib / 2**20
-
-
-def backward(model, samples, config, first: bool):
-    """Add the policy gradient of the samples, a SUM over their tokens, to S.
-
-    At the first update of a batch the trainer's log-probs become the old ones of the ratio, and the
-    mean of log p_engine - log p_trainer over tokens of finished samples that have an advantage is
-    returned, else None.
-    """
-    device = model.device
-    differences = [torch.empty(0, device=device)]
-    for micro, counts in in_step(micro_batches(samples, config.micro_batch)):
-        lengths = [len(s.completion) for s in micro]
-        with compute_dtype(device, config.dtype):
-            hidden, ids = response_hidden(model, micro, device)  # [n, H], [n]
-            leaf = hidden.detach().requires_grad_()  # where the head's backward ends
-            head = policy_head(model)
-            logp = token_logprobs(leaf, head, ids, config.temperature, head.chunk)  # [n]
-        engine = torch.tensor([x for s in micro for x in s.logprobs], device=device)
-        if first and counts:
-            for s, old in zip(micro, logp.detach().split(lengths), strict=True):
-                s.old_logprobs = old
-            heard = [s.finished and s.advantage != 0 for s in micro for _ in s.completion]
-            differences.append((engine - logp.detach())[torch.tensor(heard, device=device)])
-        old = torch.cat([s.old_logprobs for s in micro])
-        advantages = torch.tensor([s.advantage for s in micro for _ in s.completion], device=device)
-        advantages = advantages * counts  # a repeated batch adds nothing
-        policy_loss(logp, old, engine, advantages, config.clip_low, config.clip_high).backward()
-        del logp, head  # the head's weight and logits are gone before the layers run backward
-        hidden.backward(leaf.grad)
-    found = torch.cat(differences)
-    mean = rank_mean(found.sum()[None], len(found))
-    return mean[0] if mean else None
-
-
-def grpo(model, generator, optimizer, control, draw, reward, config, first_step=0):
-    """Yield one dict of metrics after every update: a step is one batch, updated once or more.
-
-    draw(step) -> [(index, token ids, row)], the prompts of a step, of which each rank takes its
-    share.  reward(sample) -> float.  config: the fields of train.Config that are read below.
-    Everything random follows from (seed, step, prompt, sample) and the number of the update, so a
-    run that starts again at first_step with the same weights and optimizer is the same run.
-    """
-    sketches = optimizer.sketches  # None: a control without them
-    weights = {path: module.weight for path, module in optimizer.layers.items()}
-    grid = control.grid() if config.kl_predictor == "linearised" else None
-    compute = compute_dtype(model.device, config.dtype)  # a context, here around functions
-    common = {"temperature": config.temperature, "micro_batch": config.micro_batch}
-    predict = compute(functools.partial(predict_kl, model, sketches, steps=grid, **common))
-    measure = compute(functools.partial(realised_kl, model, **common))
-
-    for step in range(first_step, config.steps):
-        clock, begun = Clock(), time.perf_counter()
-        # 1  G answers to each prompt, scored
-        share = draw(step)[my_rank() :: world()]
-        prompts = [(*prompt, g) for prompt in share for g in range(config.group_size)]
-        seeds = [stable_seed("sample", config.seed, step, index, g) for index, _, _, g in prompts]
-        ids = [ids for _, ids, _, _ in prompts]
-        with together():
-            samples = generator.generate(ids, seeds, config.max_new_tokens, config.temperature)
-            for sample, (index, _, row, _) in zip(samples, prompts, strict=True):
-                sample.index, sample.row = index, row
-                sample.reward = reward(sample)
-        clock.lap("generate")
-
-        # 2  who beat the group
-        rewards = torch.tensor([s.reward for s in samples], dtype=torch.float64)
-        rewards = rewards.view(-1, config.group_size)  # [P, G]
-        if config.advantage == "running_mean":
-            advantages, control.baseline = running_mean_advantages(rewards, control.baseline)
-        else:
-            advantages = group_advantages(rewards, config.divide_by_std)
-        covered = [s for s in samples if s.finished or not config.mask_truncated]  # by the loss
-        for sample, advantage in zip(samples, advantages.flatten().tolist(), strict=True):
-            sample.advantage = advantage * (sample.finished or not config.mask_truncated)
-        alive = [s for s in samples if s.advantage]  # the others would add exactly 0
-        sums = {
-            "reward": rewards.sum().item(),
-            "solved": (rewards > 0).sum().item(),
-            "dead_groups": (advantages == 0).all(1).sum().item() * config.group_size,  # answers
-            "length": sum(len(s.completion) for s in samples),
-            "truncated": sum(not s.finished for s in samples),
-        }
-        counts = [len(samples), sum(len(s.completion) for s in covered), len(alive)]
-        table = torch.tensor([*sums.values(), *counts], dtype=torch.float64)
-        *totals, answers, denominator, signals = rank_sum(table).tolist()
-        metrics = {name: x / answers for name, x in zip(sums, totals, strict=True)}
-        if config.denominator == "constant":  # Dr. GRPO (2503.20783)
-            denominator = answers * config.max_new_tokens
-        probe = samples[:: config.group_size][: config.probe_responses]
-        probe = [replace(s, completion=s.completion[:4096]) for s in probe]  # the paper's bound
-        repeats = config.updates_per_batch if signals else 1
-
-        for repeat in range(repeats):
-            update, alpha, back, sent = optimizer.update, 0.0, 0.0, {}
-            curve = realised = None
-            if signals:
-                # 3  adds dY^T (X A^T) to S
-                difference = backward(model, alive or samples[:1], config, first=repeat == 0)
-                if difference is not None:
-                    control.observe(difference)
-                clock.lap("train")
-                # 4  a direction U of size update_ratio
-                optimizer.propose(denominator)
-                clock.lap("update")
-                # 5  how far the KL budget lets it go
-                check = config.kl_check_every and update % config.kl_check_every == 0
-                check = check or config.verify_step
-                if sketches or check:
-                    curve, before = predict(probe)
-                alpha = control.scale(curve, update) if curve else 1.0
-                clock.lap("probe")
-                # 6  W -= F A, F = alpha U rounded; a new A
-                factors = optimizer.step(alpha)
-                clock.lap("update")
-                if check:
-                    realised = measure(probe, before)
-                if config.verify_step and (back := control.excess(realised, update)):
-                    optimizer.take_back(factors, back)
-                    alpha *= 1 - back
-                    realised = measure(probe, before)
-                clock.lap("probe")
-                # 7  send the factor and a number, not W
-                sent = factors if config.sync == "factors" else weights
-                if config.sync == "factors":
-                    generator.update(factors, update, back)
-                else:
-                    generator.load(weights.items())
-                clock.lap("sync")
-
-            yield {
-                "step": step + 1,
-                "update": optimizer.update,
-                **metrics,  # means over the answers of all ranks
-                "kl_predicted": kl_at(curve, alpha) if curve else None,  # nats a token
-                "kl_realised": realised,
-                "alpha": alpha,
-                "budget": control.budget(update),
-                "mismatch": control.mismatch,
-                "update_ratio": alpha * optimizer.param_groups[0].get("update_ratio", 0.0),
-                "grad_sketch_norm": optimizer.sketch_norm if signals else 0.0,
-                "sync_bytes": sum(x.numel() * x.element_size() for x in sent.values()),
-                "wire_bytes": getattr(generator, "crossed", 0),  # to and from generation ranks
-                "tokens_per_second": answers * metrics["length"] / (time.perf_counter() - begun),
-                "peak_gib": peak_gib(),
-                "seconds": clock.seconds,
-                "samples": samples,
-                "last": repeat == repeats - 1,  # of this batch
-            }
-            clock, generator.crossed = Clock(), 0

@@ -116,16 +116,14 @@ from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import FlopCounterMode
 
 import logra
-
-logra.hide_broken_packages()  # before transformers is imported
-
-import tokenizers
-import transformers
-from safetensors.torch import load_file
-
 import train
 
 HERE = Path(__file__).parent
+
+import tokenizers  # after train, which hides what cannot be imported
+import transformers
+from safetensors.torch import load_file
+
 torch.set_num_threads(1)  # these models are fastest so
 
 
@@ -364,7 +362,7 @@ def test_sketch_equals_dense_gradient_times_projection(make, checkpointed):
     model, samples = make(dtype=torch.float64), answers([3, 5, 2])
     plain = copy.deepcopy(model)
     if checkpointed:
-        logra.checkpoint_layers(model)
+        train.checkpoint_layers(model)
     sketches, _ = sketched(model, rank=8)
     weighted_logp(model, samples).backward()
     G = dense_gradients(plain, sketches.layers, samples)
@@ -432,7 +430,7 @@ def test_first_layer_is_sketched():
     for kind in ("plain", "checkpointed", "reentrant"):
         model = tiny_qwen2()
         if kind == "checkpointed":
-            logra.checkpoint_layers(model)
+            train.checkpoint_layers(model)
         elif kind == "reentrant":
             layer = model.model.layers[0]
             forward = layer.forward
@@ -450,7 +448,7 @@ def test_checkpointed_layers_run_twice_where_gradients_are_recorded_only():
     model, calls = tiny_llama(), []
     sketched(model)
     model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
-    logra.checkpoint_layers(model)
+    train.checkpoint_layers(model)
     with torch.no_grad():
         weighted_logp(model, answers([3]))
     assert len(calls) == 1
@@ -977,7 +975,7 @@ def test_dense_control_is_adamw_on_the_mean_gradient():
     """DenseAdamW: two updates of Adam, no weight decay, on G / tokens, in float64 by hand."""
     torch.manual_seed(0)
     model, X = Stack(4, 3, bias=False).double(), torch.randn(5, 4, dtype=torch.float64)
-    optimizer = logra.DenseAdamW(logra.find_targets(model), (1e-2, 2e-3), 3)
+    optimizer = train.DenseAdamW(logra.find_targets(model), (1e-2, 2e-3), 3)
     W = model.layers[0].weight.detach().clone()
     m, v = torch.zeros_like(W), torch.zeros_like(W)
     for t, lr in ((1, 1e-2), (2, 6e-3)):  # halfway along the cosine
@@ -1005,7 +1003,7 @@ def test_lora_control_is_the_textbook_adapter():
     logra.freeze_all_but(model, {})
     W_0 = [module.weight.clone() for module in layers.values()]
     biases = [module.bias for module in layers.values()]
-    optimizer = logra.LoRA(layers, 2, (1e-2, 1e-2))
+    optimizer = train.LoRA(layers, 2, (1e-2, 1e-2))
     pairs = [
         [p.detach().clone().requires_grad_() for p in pair] for pair in optimizer.adapters.values()
     ]
@@ -1024,7 +1022,7 @@ def test_lora_control_is_the_textbook_adapter():
         for module, W, (A, B) in zip(layers.values(), W_0, pairs, strict=True):
             assert module.weight.grad is None and rel(module.weight, W + B @ A) < 1e-12
     assert rel(model.layers[0].weight, W_0[0]) > 1e-4  # it moved
-    twin = logra.LoRA(layers, 2, (1e-2, 1e-2), seed=1)
+    twin = train.LoRA(layers, 2, (1e-2, 1e-2), seed=1)
     twin.load_state_dict(optimizer.state_dict())
     assert twin.update == 3
     for mine, other in zip(twin.adapters.values(), optimizer.adapters.values(), strict=True):
@@ -1724,11 +1722,11 @@ def loop(
     """Run grpo on a fresh tiny model.  Returns the metrics, model, optimizer and control."""
     model = tiny_qwen2(peak=3.0)
     if checkpointed:
-        logra.checkpoint_layers(model)
+        train.checkpoint_layers(model)
     if dense:
         layers = logra.find_targets(model)
         logra.freeze_all_but(model, layers)
-        optimizer = logra.DenseAdamW(layers, (1e-3, 1e-3))
+        optimizer = train.DenseAdamW(layers, (1e-3, 1e-3))
     else:
         optimizer = logra.LoGRA(logra.attach_sketches(model, 8, refresh=refresh), ratio, rule=rule)
     control = control or logra.KLControl(budget, budget / 10, 20)
@@ -1745,6 +1743,9 @@ def loop(
         model, generator, optimizer, control, draw, reward, settings(**options), first_step
     )
     return list(run), model, optimizer, control
+
+
+TIMED = {"seconds": {}, "tokens_per_second": 0.0, "peak_gib": 0.0}  # what train adds to metrics
 
 
 def same_weights(a, b):
@@ -1846,7 +1847,7 @@ def test_all_answers_masked_move_nothing():
     for m in metrics:
         assert m["last"] and m["alpha"] == 0 and m["length"] == 5
         assert all(math.isfinite(x) for x in m.values() if isinstance(x, float))
-        assert "every answer is cut" in train.step_line(m)
+        assert "every answer is cut" in train.step_line(m | TIMED)
 
 
 def test_constant_denominator_is_answers_times_longest():
@@ -2580,7 +2581,7 @@ def families_on_ranks():
     for family in FAMILIES:
         model = family_model(family)
         if logra.world() > 1:
-            logra.checkpoint_layers(model)
+            train.checkpoint_layers(model)
             logra.shard_model(model, torch.float32)
         sketches, optimizer = sketched(model, 8)
         share = samples[logra.my_rank() :: logra.world()]
@@ -4259,7 +4260,7 @@ def training_step(model, method, rank):
     """step(ids): forward, backward, propose, step, by a rule on sketches, LoRA or AdamW on the same
     weights; float32 on a CPU, bfloat16 compute on a GPU.
 
-    lora is the textbook's; lora_merged also puts B A into W, as logra.LoRA does for the engine."""
+    lora is the textbook's; lora_merged also puts B A into W, as train.LoRA does for the engine."""
     layers = logra.find_targets(model)
     if rank and "lora" not in method:
         optimizer = logra.LoGRA(logra.attach_sketches(model, rank), rule=method)
@@ -4267,7 +4268,7 @@ def training_step(model, method, rank):
         logra.freeze_all_but(model, layers)
         weights, kind = [module.weight for module in layers.values()], method.removeprefix("adamw_")
         optimizer = (
-            logra.LoRA(layers, rank)
+            train.LoRA(layers, rank)
             if rank
             else torch.optim.AdamW(weights, 1e-6, weight_decay=0, **{kind: True})
         )
@@ -4281,7 +4282,7 @@ def training_step(model, method, rank):
         if rank:
             optimizer.propose(len(logp))
         if method == "lora":
-            logra.DenseAdamW.step(optimizer)
+            train.DenseAdamW.step(optimizer)
         else:
             optimizer.step()
         optimizer.zero_grad()
@@ -4293,10 +4294,10 @@ def peak_above_model(method, rank, tokens, shape):
     """MB that one step takes above the model (resident, or CUDA's); runs in its own process."""
     model = qwen2_of_size(*shape)
     ids = torch.randint(0, shape[-1], (1, tokens), device=DEVICE)
-    logra.peak_gib()
-    before = logra.peak_gib()
+    train.peak_gib()
+    before = train.peak_gib()
     training_step(model, method, rank)(ids)
-    return (logra.peak_gib() - before) * 2**30 / 1e6
+    return (train.peak_gib() - before) * 2**30 / 1e6
 
 
 def peaks_above_model(cases):
@@ -4575,14 +4576,14 @@ def sharded(method, weights=None, state=None, dtype="float32"):
     else:
         logra.freeze_all_but(model, layers if method == "dense" else {})
     if logra.world() > 1:
-        logra.checkpoint_layers(model)
+        train.checkpoint_layers(model)
         logra.shard_model(model, getattr(torch, dtype))
     if method in SKETCHED:
         optimizer = logra.LoGRA(sketches, 1e-2, rule=SKETCHED[method])
     elif method == "dense":
-        optimizer = logra.DenseAdamW(layers, (1e-3, 1e-3))
+        optimizer = train.DenseAdamW(layers, (1e-3, 1e-3))
     else:
-        optimizer = logra.LoRA(layers, 16, (1e-3, 1e-3))
+        optimizer = train.LoRA(layers, 16, (1e-3, 1e-3))
     if state:
         optimizer.load_state_dict(copy.deepcopy(state))
     return model, optimizer, layers
@@ -5453,7 +5454,7 @@ def simulate(shape, world_size, method="logra", T=4096, rank=256):
             config = transformers.Qwen2Config(**shape, max_position_embeddings=2 * T)
             model = transformers.Qwen2ForCausalLM(config).eval()
             tracker.enter("load")
-            logra.checkpoint_layers(model)
+            train.checkpoint_layers(model)
             logra.shard_model(model, torch.bfloat16, torch.bfloat16)
             sketches, layers = None, logra.find_targets(model)
             if method == "logra":
@@ -5462,7 +5463,7 @@ def simulate(shape, world_size, method="logra", T=4096, rank=256):
                 tracker.rows = sum(sketches.sizes)
             else:
                 logra.freeze_all_but(model, layers)
-                controls = {"adamw": logra.DenseAdamW, "lora": logra.LoRA}
+                controls = {"adamw": train.DenseAdamW, "lora": train.LoRA}
                 optimizer = controls[method](layers, *[rank] * (method == "lora"))
                 tracker.enter("first")
                 for parameter in optimizer.param_groups[0]["params"]:
@@ -5616,7 +5617,7 @@ def memory_of_an_update():
     what the interpreter has after an update of a tiny one; runs in its own process."""
 
     def update(model):
-        logra.checkpoint_layers(model)
+        train.checkpoint_layers(model)
         sketches = logra.attach_sketches(model, 256)
         optimizer = logra.LoGRA(sketches)
         sample = logra.Sample([0], [0] * 127, [0.0] * 127, True, advantage=1.0)
@@ -5634,9 +5635,9 @@ def memory_of_an_update():
         model = qwen2_of_size(24, 1024, 3584, 16, 4, 32_000)
     for parameter in model.parameters():
         parameter.data.fill_(0.01)  # memory does not depend on values
-    logra.peak_gib()  # a peak while loading is no part of it
+    train.peak_gib()  # a peak while loading is no part of it
     update(model)
-    return logra.peak_gib() - before
+    return train.peak_gib() - before
 
 
 @pytest.mark.slow

@@ -24,12 +24,14 @@ import dataclasses
 import fcntl
 import functools
 import hashlib
+import importlib
 import importlib.util
 import inspect
 import json
 import math
 import os
 import re
+import resource
 import shutil
 import signal
 import statistics
@@ -37,6 +39,8 @@ import string
 import sys
 import time
 import warnings
+from collections import Counter
+from datetime import timedelta
 from fractions import Fraction
 from importlib.metadata import distributions
 from pathlib import Path
@@ -47,12 +51,31 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # before torch is importe
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch.autograd import forward_ad
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils.checkpoint import checkpoint
 
 import logra
 
-logra.hide_broken_packages()  # before transformers is imported
+
+def hide_broken_packages() -> None:
+    """Make Python believe that torchvision and its kin are absent, where importing them fails.
+
+    Beside a CPU build of torch, pip installs a torchvision built for CUDA, which takes transformers
+    and vLLM down; both do without it.  Call before importing either.
+    """
+    for name in ("torchvision", "torchaudio", "torchcodec"):
+        try:
+            importlib.import_module(name)
+        except (ImportError, OSError, RuntimeError):
+            for loaded in [m for m in sys.modules if m.split(".")[0] == name]:
+                del sys.modules[loaded]
+            sys.modules[name] = None
+
+
+hide_broken_packages()  # before transformers is imported
 
 import transformers
 from tqdm import tqdm
@@ -613,6 +636,113 @@ def score(function, tokenizer, seconds, sample) -> float:
     if not math.isfinite(value):
         raise UserError(f"the reward of row {sample.row.where} is {value}")
     return value
+
+
+# ------------------------------------------------------------------------------------------------
+# Controls: dense AdamW and LoRA, driven by the same loop
+# ------------------------------------------------------------------------------------------------
+
+
+class DenseAdamW(torch.optim.AdamW):
+    """The control: AdamW on the dense gradients of the same weights, driven by the same loop.
+
+    ends: learning rates of update 0 and of update number `updates` - 1, with a cosine between.
+    """
+
+    def __init__(self, layers: dict, ends=(1e-6, 1e-7), updates=300, parameters=None):
+        self.sketches, self.layers, self.update, self.sketch_norm = None, layers, 0, 0.0
+        self.ends, self.updates = ends, updates
+        parameters = parameters or [module.weight for module in layers.values()]
+        super().__init__(parameters, ends[0], (0.9, 0.95), weight_decay=0)
+
+    @torch.no_grad()
+    def propose(self, tokens: int) -> None:
+        """The one division by tokens.  Raises FloatingPointError if a gradient is not finite."""
+        rows = []  # of this rank
+        for grad in (p.grad for p in self.param_groups[0]["params"]):
+            if isinstance(grad, DTensor):  # FSDP has summed it
+                rows.append(logra.local(grad.div_(tokens)))
+            else:
+                rows.append(logra.rank_sum(grad).div_(tokens)[logra.owned(len(grad))])
+        self.sketch_norm = logra.finite_norm(rows, f"the gradient of update {self.update}")
+
+    def step(self, alpha: float = 1.0) -> None:
+        """The learning rate is the length of a step; alpha is ignored."""
+        self.param_groups[0]["lr"] = logra.cosine(self.ends, self.update, self.updates)
+        super().step()
+        self.zero_grad()
+        self.update += 1
+
+    def state_dict(self) -> dict:
+        """As torch.optim's, the moments whole, so that they fit any number of ranks."""
+        state = super().state_dict()
+        moments = {
+            i: {k: logra.whole(v).cpu() for k, v in m.items()} for i, m in state["state"].items()
+        }
+        return {**state, "state": moments, "update": self.update}
+
+    def load_state_dict(self, state: dict) -> None:
+        """Each rank takes its rows of the moments; the learning rate stays this run's."""
+        for i, moments in state["state"].items():
+            W = self.param_groups[0]["params"][i]
+            for name, M in moments.items():
+                if isinstance(W, DTensor) and M.shape == W.shape:
+                    moments[name] = distribute_tensor(M, W.device_mesh, W.placements)
+        self.update = state["update"]
+        super().load_state_dict(state)
+
+
+class LoRA(DenseAdamW):
+    """The other control: W = W_0 + B A of the same rank, AdamW on A and B (arXiv 2106.09685).
+
+    W is kept merged, so that engine and checkpoints see it as they see any other W.  The adapters
+    are small, and every rank has them whole.
+    """
+
+    def __init__(self, layers: dict, rank, ends=(1e-4, 1e-5), updates=300, seed=0):
+        self.adapters = {}
+        for path, module in layers.items():
+            W = logra.local(module.weight)  # [own d_out, d_in]
+            A = logra.make_projection(
+                rank, W.shape[1], logra.stable_seed("lora", seed, path), "gaussian"
+            )
+            A = (A * (rank / W.shape[1]) ** 0.5).to(W)  # [r, d_in], entries of variance 1 / d_in
+            B = W.new_zeros(module.out_features, rank)  # [d_out, r]: W starts where it was
+            module.weight.requires_grad_(False)  # only the adapters have gradients
+            self.adapters[path] = (torch.nn.Parameter(A), torch.nn.Parameter(B))
+            module.forward = functools.partial(self.forward, path, module)
+        parameters = [p for pair in self.adapters.values() for p in pair]
+        super().__init__(layers, ends, updates, parameters)
+
+    def forward(self, path, module, X):
+        """Y = X W^T + b.  Z = (X A^T) B^T is in W already: it adds nothing but its gradient."""
+        A, B = self.adapters[path]
+        Y = F.linear(X, module.weight, module.bias)
+        if not torch.is_grad_enabled():
+            return Y
+        Z = X.detach() @ A.T.to(X.dtype) @ B.T.to(X.dtype)
+        return Y + (Z - Z.detach()).to(Y.dtype)
+
+    @torch.no_grad()
+    def step(self, alpha: float = 1.0) -> None:
+        """W <- W - B A (before) + B A (after), on the owned rows."""
+        for sign in (-1, 1):
+            for path, (A, B) in self.adapters.items():
+                logra.local(self.layers[path].weight).addmm_(B[logra.owned(len(B))], A, alpha=sign)
+            if sign < 0:
+                super().step()
+
+    def state_dict(self) -> dict:
+        """As DenseAdamW's, with A and B."""
+        return {**super().state_dict(), "adapters": self.adapters}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict) -> None:
+        """W has its adapters merged already, so they are only put in place."""
+        for path, pair in state["adapters"].items():
+            for mine, saved in zip(self.adapters[path], pair, strict=True):
+                mine.copy_(saved)
+        super().load_state_dict(state)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -1205,10 +1335,79 @@ def prepare(config: Config) -> SimpleNamespace:
     return it
 
 
+def start_ranks(generation_ranks: int = 0):
+    """Meet the other ranks that torchrun has started; the last few only generate.
+
+    The training ranks become the default group.  vLLM makes its own groups of all ranks in that
+    one, so a generation rank is not in it, and a wire (a gloo group) of all ranks carries what
+    crosses.  Returns the wire, None if no rank only generates, and whether this rank does.
+    """
+    store, rank, size = next(dist.rendezvous("env://"))
+    trainers, wire, here = size - generation_ranks, None, int(os.environ["LOCAL_RANK"])
+    patience = timedelta(hours=1)  # of a rank that waits while another generates or saves
+    if rank >= trainers:  # it sees no GPU but its own: vLLM takes the first
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(size)))
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[min(here, visible.count(","))]
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            del os.environ[name]  # the engine is a world of its own
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C: it ends with the training ranks
+    elif torch.cuda.is_available():
+        torch.cuda.set_device(here)
+    if generation_ranks:
+        wire = dist.ProcessGroupGloo(dist.PrefixStore("wire", store), rank, size, patience)
+    if rank < trainers and trainers > 1:
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        ranks = {"store": dist.PrefixStore("train", store), "rank": rank, "world_size": trainers}
+        dist.init_process_group(backend, timeout=patience, **ranks)
+    return wire, rank >= trainers
+
+
+class Clock:
+    """Seconds by phase: each lap goes to the name it is given."""
+
+    def __init__(self):
+        self.seconds, self.last = Counter(), time.perf_counter()
+
+    def lap(self, phase: str) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        now = time.perf_counter()
+        self.seconds[phase] += now - self.last
+        self.last = now
+
+
+def peak_gib() -> float:
+    """Peak memory since the last call, GiB: the CUDA allocator's, else this process's RSS."""
+    if torch.cuda.is_available():
+        peak = torch.cuda.max_memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        return peak / 2**30
+    try:
+        with open("/proc/self/status") as status:
+            kib = next(int(line.split()[1]) for line in status if line.startswith("VmHWM"))
+        with open("/proc/self/clear_refs", "w") as reset:
+            reset.write("5")  # Linux: start the high-water mark anew
+    except OSError:
+        kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return kib / 2**20
+
+
+def checkpoint_layers(model) -> None:
+    """Run every decoder layer again in backward.  The models' own way wants train mode: dropout."""
+
+    def run(forward, *args, **kwargs):
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+    for layer in logra.decoder_layers(model):
+        layer.forward = functools.partial(run, layer.forward)
+
+
 def build_optimizer(config: Config, it):
     """What turns backward passes into steps.  Several ranks shard the model on the way."""
     if config.checkpointing:
-        logra.checkpoint_layers(it.model)
+        checkpoint_layers(it.model)
     if logra.world() > 1:
         logra.shard_model(it.model, getattr(torch, config.dtype), it.stored)
     else:
@@ -1218,9 +1417,9 @@ def build_optimizer(config: Config, it):
     if config.optimizer in WITHOUT_SKETCH:
         say(f"{config.optimizer}: {logra.freeze_all_but(it.model, it.layers)}")
     if config.optimizer == "adamw":
-        return logra.DenseAdamW(it.layers, *rates)
+        return DenseAdamW(it.layers, *rates)
     if config.optimizer == "lora":
-        return logra.LoRA(it.layers, config.rank, *rates, config.seed)
+        return LoRA(it.layers, config.rank, *rates, config.seed)
     rank, kind, rule = config.rank, config.projection, config.optimizer
     if rule == "dense_row_adam":  # with A = I the sketch is the gradient
         rank, kind, rule = max(m.in_features for m in it.layers.values()), "identity", "row_adam"
@@ -1345,7 +1544,7 @@ def report(out: Path, seconds: dict) -> None:
 
 def run(config: Config, wire=None) -> None:
     """One run, from the configuration to the last checkpoint."""
-    clock = logra.Clock()
+    clock = Clock()
     if config.dtype == "auto":
         config.dtype = "bfloat16" if torch.cuda.is_available() else "float32"
     if config.model is None:  # a model this small is fastest with one thread
@@ -1384,18 +1583,25 @@ def run(config: Config, wire=None) -> None:
         assess(config, it, generator, step, greedy=step in (0, n))
         clock.lap("evaluate")
     draw = functools.partial(draw_prompts, it.examples, config)
-    loop = logra.grpo(it.model, generator, optimizer, control, draw, it.reward, config, step)
+    phases = Clock()
+    loop = (it.model, generator, optimizer, control, draw, it.reward, config, step, phases.lap)
+    loop = logra.grpo(*loop)
     first = logra.my_rank() == 0
     bar = tqdm(total=n, initial=step, unit="step", leave=False, disable=not first)
     done = optimizer.update
     try:
         for metrics in loop:
             del metrics["samples"]
+            metrics["seconds"] = dict(phases.seconds)
+            metrics["tokens_per_second"] = metrics.pop("tokens") / sum(phases.seconds.values())
+            metrics["peak_gib"] = peak_gib()
+            phases.seconds.clear()
             last_of_step = metrics.pop("last")
             append(it.out / "metrics.jsonl", metrics)
             clock.seconds.update(metrics["seconds"])
             say(step_line(metrics), sys.stdout)
             if not last_of_step:
+                phases.last = time.perf_counter()
                 continue
             step, done = metrics["step"], optimizer.update
             bar.update()
@@ -1406,6 +1612,7 @@ def run(config: Config, wire=None) -> None:
             if step % config.save_every == 0 or step == n:
                 save(step)
                 clock.lap("save")
+            phases.last = time.perf_counter()
     except (UserError, logra.StopRun, FloatingPointError) as error:
         if isinstance(error, FloatingPointError) or optimizer.update != done:
             raise UserError(f"{error}; {last_words(it.out)}") from None  # no state to save
@@ -1440,7 +1647,7 @@ def main(argv) -> int:
         else:
             wire, generates = None, False
             if os.environ.get("WORLD_SIZE", "1") != "1" and not torch.distributed.is_initialized():
-                wire, generates = logra.start_ranks(config.generation_ranks)
+                wire, generates = start_ranks(config.generation_ranks)
             if generates:
                 logra.serve(wire, vllm_engine)
             else:
