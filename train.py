@@ -663,7 +663,7 @@ class DenseAdamW(torch.optim.AdamW):
             if isinstance(grad, DTensor):  # FSDP has summed it
                 rows.append(logra.local(grad.div_(tokens)))
             else:
-                rows.append(logra.rank_sum(grad).div_(tokens)[logra.owned(len(grad))])
+                rows.append(logra.own_rows(logra.rank_sum(grad).div_(tokens)))
         self.sketch_norm = logra.finite_norm(rows, f"the gradient of update {self.update}")
 
     def step(self, alpha: float = 1.0) -> None:
@@ -728,7 +728,9 @@ class LoRA(DenseAdamW):
         """W <- W - B A (before) + B A (after), on the owned rows."""
         for sign in (-1, 1):
             for path, (A, B) in self.adapters.items():
-                logra.local(self.layers[path].weight).addmm_(B[logra.owned(len(B))], A, alpha=sign)
+                logra.local(self.layers[path].weight).addmm_(
+                    logra.own_rows(B.detach()), A, alpha=sign
+                )
             if sign < 0:
                 super().step()
 
@@ -854,7 +856,7 @@ def save_checkpoint(step: int, it, optimizer, control) -> None:
             is_target = name.removesuffix(".weight") in it.layers
             held[name] = tensor.to("cpu", torch.float32 if is_target else it.stored)
     state = {"step": step, "prompts": it.prompts}
-    state |= {"mismatch": control.mismatch, "baseline": control.baseline}
+    state |= {"mismatch": control.mismatch, "advantage": control.advantage_state}
     state["optimizer"] = optimizer.state_dict()  # all ranks gather it
     with logra.together(), blame(f"{final} cannot be written ({last_words(it.out)})"):
         try:
@@ -885,7 +887,7 @@ def load_state(path: Path) -> dict:
     with blame(f"{path}/trainer.pt cannot be read"):
         # Not to the GPU that wrote it: there may be none, or all ranks would fill the first
         state = torch.load(path / "trainer.pt", "cpu", weights_only=True, mmap=True)
-        parts = {"step", "mismatch", "baseline", "prompts", "optimizer", "weights"}
+        parts = {"step", "mismatch", "advantage", "prompts", "optimizer", "weights"}
         if lost := sorted(parts - state.keys()):
             raise ValueError(f"it has no {lost[0]}")
         return state
@@ -895,7 +897,7 @@ def restore(state, path, optimizer, control) -> int:
     """Put a checkpoint's state back.  Returns its step; raises UserError if it does not fit."""
     with blame(f"{path} does not fit this run"):
         optimizer.load_state_dict(state["optimizer"])
-        control.mismatch, control.baseline = state["mismatch"], state["baseline"]
+        control.mismatch, control.advantage_state = state["mismatch"], state["advantage"]
         return state["step"]
 
 
@@ -1420,12 +1422,14 @@ def build_optimizer(config: Config, it):
         return DenseAdamW(it.layers, *rates)
     if config.optimizer == "lora":
         return LoRA(it.layers, config.rank, *rates, config.seed)
-    rank, kind, rule = config.rank, config.projection, config.optimizer
-    if rule == "dense_row_adam":  # with A = I the sketch is the gradient
-        rank, kind, rule = max(m.in_features for m in it.layers.values()), "identity", "row_adam"
-    options = (rank, config.targets, config.seed, kind, config.refresh)
-    sketches, keep = logra.attach_sketches(it.model, *options), config.keep_layer_norm
-    return logra.LoGRA(sketches, config.update_ratio, keep_layer_norm=keep, rule=rule)
+    kind, rule = config.projection, logra.RULES.get(config.optimizer, logra.row_adam)
+    if config.optimizer == "dense_row_adam":  # with A = I the sketch is the gradient
+        kind = "identity"
+    if not config.keep_layer_norm:
+        rule = functools.partial(rule, keep_layer_norm=False)
+    options = (config.rank, config.targets, config.seed, kind, config.refresh)
+    sketches = logra.attach_sketches(it.model, *options)
+    return logra.LoGRA(sketches, config.update_ratio, rule)
 
 
 def vllm_engine(prompt, *options):
@@ -1497,7 +1501,7 @@ def evaluate_only(config: Config, it, wire) -> None:
     generator = start_engine(config, it, wire)
     found = assess(config, it, generator, it.state["step"] if it.state else 0)
     if wire:
-        generator.stop()
+        generator.call("stop")
     say(json.dumps(found), sys.stdout)
 
 
@@ -1584,8 +1588,13 @@ def run(config: Config, wire=None) -> None:
         clock.lap("evaluate")
     draw = functools.partial(draw_prompts, it.examples, config)
     phases = Clock()
-    loop = (it.model, generator, optimizer, control, draw, it.reward, config, step, phases.lap)
-    loop = logra.grpo(*loop)
+    advantage = functools.partial(logra.group_advantages, divide_by_std=config.divide_by_std)
+    if config.advantage == "running_mean":
+        advantage = logra.running_mean_advantages
+    clips = {"clip_low": config.clip_low, "clip_high": config.clip_high}
+    objective = functools.partial(logra.grpo_objective, **clips)
+    loop = (it.model, generator, optimizer, control, draw, it.reward, advantage, objective, config)
+    loop = logra.grpo(*loop, step, phases.lap)
     first = logra.my_rank() == 0
     bar = tqdm(total=n, initial=step, unit="step", leave=False, disable=not first)
     done = optimizer.update
@@ -1593,7 +1602,9 @@ def run(config: Config, wire=None) -> None:
         for metrics in loop:
             del metrics["samples"]
             metrics["seconds"] = dict(phases.seconds)
-            metrics["tokens_per_second"] = metrics.pop("tokens") / sum(phases.seconds.values())
+            metrics["tokens_per_second"] = (
+                metrics.pop("answers") * metrics["length"] / sum(phases.seconds.values())
+            )
             metrics["peak_gib"] = peak_gib()
             phases.seconds.clear()
             last_of_step = metrics.pop("last")
@@ -1622,7 +1633,7 @@ def run(config: Config, wire=None) -> None:
     finally:
         bar.close()
     if wire:
-        generator.stop()
+        generator.call("stop")
     if first:
         report(it.out, clock.seconds)
 
