@@ -85,53 +85,27 @@ def seeded(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def logical_shift(words: torch.Tensor, bits: int) -> torch.Tensor:
-    """words >> bits, with zeros from the left."""
-    return (words >> bits) & (2 ** (64 - bits) - 1)
+def make_projection(r: int, d_in: int, seed: int, kind="rademacher") -> torch.Tensor:
+    """A [r, d_in] float32 with E[A^T A] = I: signs +-1/sqrt(r), or "gaussian" N(0, 1/r).
 
-
-def random_words(seed: int, n: int, device="cpu") -> torch.Tensor:
-    """n random 64-bit words [n], word i = splitmix64(seed, i) (Steele et al., OOPSLA 2014).
-
-    Integer arithmetic wraps alike everywhere, so the bits depend on no device and no version of
-    torch.  Its words are signed, hence the 2^64 taken off the published constants.
+    "identity" is A = I [d_in, d_in] whatever r, so that S is the dense gradient: the control for
+    what sketching costs.  Raises ValueError on another kind.
     """
-    x = torch.arange(1, n + 1, device=device) * (0x9E3779B97F4A7C15 - 2**64) + seed
-    x = (x ^ logical_shift(x, 30)) * (0xBF58476D1CE4E5B9 - 2**64)
-    x = (x ^ logical_shift(x, 27)) * (0x94D049BB133111EB - 2**64)
-    return x ^ logical_shift(x, 31)
-
-
-def random_uniform(seed: int, n: int) -> torch.Tensor:
-    """n numbers in (0, 1), float64 [n]: the top 52 bits of each word, never 0 and never 1."""
-    return (logical_shift(random_words(seed, n), 12).double() + 0.5) * 2.0**-52
-
-
-def make_projection(r, d_in, seed, kind="rademacher", device="cpu", dtype=torch.float32):
-    """A [rank, d_in] with E[A^T A] = I: signs +-1/sqrt(rank), or N(0, 1/rank).
-
-    64 signs are drawn as one word.  "identity" makes S the dense gradient, if rank >= d_in: the
-    control for what sketching costs.  Raises ValueError on another kind.
-    """
-    n = r * d_in
     if kind == "identity":
         return torch.eye(d_in)
-    if kind == "rademacher":
-        octets = random_words(seed, (n + 63) // 64, device).view(torch.uint8)  # [n / 8]
-        bits = (octets[:, None] >> torch.arange(8, dtype=torch.uint8, device=device)) & 1
-        A = bits.flatten()[:n].to(dtype).mul_(2).sub_(1)  # exact in every dtype: -1 or +1
-    elif kind == "gaussian":  # drawn on the CPU in float64: erfinv is not the same everywhere
-        A = (torch.erfinv(2 * random_uniform(seed, n) - 1) * math.sqrt(2)).to(device, dtype)
-    else:
+    if kind == "gaussian":
+        return torch.randn(r, d_in, generator=seeded(seed)) * r**-0.5
+    if kind != "rademacher":
         raise ValueError(f"projection must be rademacher, gaussian or identity, not {kind!r}")
-    return A.mul_(r**-0.5).view(r, d_in)
+    bits = torch.randint(0, 2, (r, d_in), generator=seeded(seed), dtype=torch.int8)
+    return (2 * bits - 1).float() * r**-0.5
 
 
 def draw_projections(widths, update, device, r, seed, kind, refresh) -> dict:
     """{d_in: A} of one update.  refresh: updates that share an A; 0: it is never redrawn."""
-    key = ("projection", seed, update // refresh if refresh else 0)
-    seeds = {d_in: stable_seed(*key, f"in_features={d_in}") for d_in in sorted({*widths})}
-    return {d_in: make_projection(r, d_in, s, kind, device) for d_in, s in seeds.items()}
+    draw = update // refresh if refresh else 0
+    seeds = {d_in: stable_seed("projection", seed, draw, d_in) for d_in in sorted({*widths})}
+    return {d_in: make_projection(r, d_in, s, kind).to(device) for d_in, s in seeds.items()}
 
 
 def subtract_factor(W: torch.Tensor, factor: torch.Tensor, A: torch.Tensor, part=1.0, ranks=1):
@@ -1021,7 +995,7 @@ class HFGenerator:
         ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts], device=device)
         mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts]).to(device)
         # One uniform number a token from the seed of its row: no row depends on the others
-        draws = [random_uniform(s, max_new_tokens) for s in seeds]
+        draws = [torch.rand(max_new_tokens, generator=seeded(s), dtype=torch.double) for s in seeds]
         draws, logps = torch.stack(draws).to(device), []
 
         def choose(ids, z):  # a logits processor that leaves one token a row to choose from

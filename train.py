@@ -380,7 +380,8 @@ def warm_up(model, tokenizer, rows, seed, batches=320, size=128):
     """Imitate demonstrations of which 30% sort up, 40% sort down and 30% do nothing."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     order = shuffled(len(rows), "warm-up", seed)
-    kinds = logra.random_uniform(logra.stable_seed("kinds", seed), batches * size).tolist()
+    generator = logra.seeded(logra.stable_seed("kinds", seed))
+    kinds = torch.rand(batches * size, generator=generator, dtype=torch.double).tolist()
     for batch in tqdm(range(batches), "warm-up", leave=False, disable=logra.my_rank() > 0):
         ids = []
         for i in range(batch * size, (batch + 1) * size):
