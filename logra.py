@@ -2,46 +2,52 @@
 
 Adam needs three more matrices for each weight matrix W: its gradient and two moments.  LoGRA
 (arXiv 2610.06647) never makes them.  It keeps a thin random projection of the gradient, and decides
-by a predicted KL how far to step.  The whole of it, for one linear layer and N tokens:
+by a predicted KL how far to step.  The whole of it, for one linear layer:
 
-    Y  = X W^T                            the layer
-    dW = dY^T X                           its gradient, never formed
-    A  = +-1/sqrt(r)                      random signs, new for each update; E[A^T A] = I
-    S  = dW A^T = dY^T (X A^T)            the sketch: all that backward keeps
-    S  = S / tokens                       the loss is a sum, and this is its only division
-    v  = b2 v + (1 - b2) mean_j S_ij^2    RowAdam: one second moment for each row
-    D  = S_i / (sqrt(v_i) + eps)          the direction, scaled back to the layer's own norm ||S||
-    U  = D update_ratio ||W|| / ||D A||   the proposal; the norms are over all layers together
-    z' = d/da logits(W - a U A)           how the logits would move, at a = 0: one forward pass
-    KL = mean over tokens of Var_p(z' / T) / 2          predicted for a step of alpha = 1
+    Y   = X W^T                           the layer
+    dW  = dY^T X                          its gradient, never formed
+    A   = +-1/sqrt(r)                     random signs, new for each update; E[A^T A] = I
+    S   = dW A^T = dY^T (X A^T)           the sketch: all that backward keeps
+    S   = S / tokens                      the loss is a sum over tokens, divided once, here
+    v_i = b2 v_i + (1 - b2) mean_j S_ij^2 RowAdam: one second moment for each row, b2 = .95
+    D_i = S_i / sqrt(v_i)                 the direction, scaled back to the layer's own norm ||S||
+    U   = D update_ratio ||W|| / ||D A||  the proposal; these two norms are over all layers
+    z'  = d/da logits(W - a U A)          how the logits would move, at a = 0: one forward pass
+    KL  = mean over tokens of Var_p(z' / T) / 2         predicted for a step of alpha = 1
     alpha = min(alpha_max, sqrt(budget / KL))           as far as the KL budget allows
     factor = bfloat16(alpha U)
-    W  = W - factor A                     trainer and engine alike; only the factor is sent
+    W   = W - factor A                    trainer and engine alike; only the factor is sent
 
-    W [d_out, d_in] weight     X [N, d_in] input     Y [N, d_out] output     dW, dX, dY gradients
+    W [d_out, d_in] weight     X [N, d_in] input     Y [N, d_out] output
     A [r, d_in] projection     S, D, U, factor [d_out, r]                    v [d_out]
-    z [n, V] logits            p = softmax(z / T)    T temperature           z' X' Y' derivatives
-    P prompts of a step        G answers to each     r rank of the sketch    along the step
+    z [n, V] logits of n generated tokens            p = softmax(z / T)      T temperature
+    P prompts of a batch       G answers to each     r rank of the sketch
+    dW dX dY gradients         z' X' Y' derivatives by a, along -U A (in code z_dot, X_dot, Y_dot)
+    N all tokens of a micro-batch, n those that were generated, tokens: those that the loss counts
 
-Why the sketch is right on average: E[S A] = dW E[A^T A] = dW.  Each step moves W within the span of
-the r rows of A, and the next step has other rows.  What is odd at first sight is explained where
-it stands: why there is no momentum (3), one division (4), forward mode and float32 (5), and why
-the factor is rounded before anybody subtracts it (1).
+A step of the loop is one batch of answers; an update is one change of W, and its alpha the length.
+The probe is the few answers of the batch on which the KL is predicted.
+
+Why the sketch is right on average: a fresh A is independent of dW, so E[S A] = dW E[A^T A] = dW.
+Each update moves W within the span of the r rows of A, and the next one has other rows.  What is
+odd at first sight is explained where it stands: why the factor is rounded before anybody subtracts
+it (section 1), why no momentum and only one division (section 3), why forward mode (section 5).
 
     sketches = attach_sketches(model, r=256)                    # what is trained, what is frozen
     optimizer = LoGRA(sketches, update_ratio=6e-5)
     control = KLControl(budget=2e-4)
     loss.backward()                                             # a SUM over tokens
     optimizer.propose(tokens)                                   # S -> U
-    curve, _ = predict_kl(model, sketches, probe)               # predicted KL of a step along U
-    factors = optimizer.step(control.alpha_for(curve, update))  # W -= factor A, and a new A
+    curve, _ = predict_kl(model, sketches, probe)               # KL of a step of 1 along U
+    alpha = control.alpha_for(curve, optimizer.update)
+    factors = optimizer.step(alpha)                             # W -= factor A, and a new A
 
 Read sections 1 to 6 from top to bottom; on one rank that is all.  "Rank" alone is a process; the
-rank of the sketch is always r.  Section 7 is for many ranks, and the sections before it use these
-names of it, which on one rank do nothing:
-
-    world() is 1, my_rank() is 0          rank_sum(x), local(W), whole(W), gather_rows(x, n) are x
-    from_all_ranks(x) is [x]              together() raises an error inside it as it is
+rank of the sketch is r.  Section 7 is for many ranks.  The sections before it use names of it that
+do nothing on one rank: world() is 1 and my_rank() 0; rank_sum, local, whole, own_rows, gather_rows,
+own_prompts, all_prompts, own_state and whole_state return what they are given; rank_mean(x, n) is
+x / n; apply_rule(rule, S, state, n) is rule(S, state); in_step(batches) pairs each with True;
+together() and check_same() wait for nobody.
 """
 
 import contextlib
@@ -49,7 +55,6 @@ import functools
 import hashlib
 import math
 import os
-import pickle
 import sys
 import weakref
 from bisect import bisect_left
@@ -86,7 +91,8 @@ def seeded(seed: int) -> torch.Generator:
 
 
 def make_projection(r: int, d_in: int, seed: int, kind="rademacher") -> torch.Tensor:
-    """A [r, d_in] float32 with E[A^T A] = I: signs +-1/sqrt(r), or "gaussian" N(0, 1/r).
+    """A [r, d_in] float32 with E[A^T A] = I: signs +-1/sqrt(r), the same on every machine; or
+    "gaussian" N(0, 1/r), which CPUs of different kinds may round differently.
 
     "identity" is A = I [d_in, d_in] whatever r, so that S is the dense gradient: the control for
     what sketching costs.  Raises ValueError on another kind.
@@ -102,24 +108,20 @@ def make_projection(r: int, d_in: int, seed: int, kind="rademacher") -> torch.Te
 
 
 def draw_projections(widths, update, device, r, seed, kind, refresh) -> dict:
-    """{d_in: A} of one update.  refresh: updates that share an A; 0: it is never redrawn."""
-    draw = update // refresh if refresh else 0
-    seeds = {d_in: stable_seed("projection", seed, draw, d_in) for d_in in sorted({*widths})}
+    """{d_in: A} of one update.  refresh: how many updates share an A; 0: it is never redrawn."""
+    number = update // refresh if refresh else 0
+    seeds = {d_in: stable_seed("projection", seed, number, d_in) for d_in in sorted({*widths})}
     return {d_in: make_projection(r, d_in, s, kind).to(device) for d_in, s in seeds.items()}
 
 
-def subtract_factor(W: torch.Tensor, factor: torch.Tensor, A: torch.Tensor, part=1.0, ranks=1):
-    """W <- W - bfloat16(part factor) A in place: what trainer and engine must do alike, to the bit.
+def subtract_factor(W: torch.Tensor, factor: torch.Tensor, A: torch.Tensor) -> None:
+    """W <- W - factor A in place: what trainer and engine must do alike, to the bit.
 
-    W [d_out, d_in] float32, factor [d_out, r] bfloat16, A [r, d_in].  The factor that crosses is
+    W [d_out, d_in] float32, factor [d_out, r] bfloat16, A [r, d_in].  The engine gets the factor in
     bfloat16.  If the trainer subtracted the unrounded one, the two policies would drift apart by a
-    rounding error an update; so both subtract the rounded one.
-    part: of the step; below 0 it is taken back.  ranks: of the trainer.  The product is made in the
-    blocks of rows that each of them holds, since one of another shape may round otherwise.
+    rounding error in every update; so both subtract the rounded one.
     """
-    factor = (factor.float() * part).to(torch.bfloat16)
-    for W_rows, rows in zip(W.chunk(ranks), factor.chunk(ranks), strict=True):
-        W_rows.addmm_(rows.to(W.dtype), A.to(W.dtype), alpha=-1)
+    W.addmm_(factor.to(W.dtype), A.to(W.dtype), alpha=-1)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -143,7 +145,7 @@ class SketchLinear(torch.autograd.Function):
     def backward(ctx, dY):
         W, XA = ctx.saved_tensors
         dY_rows, XA = (M.flatten(0, -2).to(ctx.S.dtype) for M in (dY, XA))  # [N, d_out], [N, r]
-        if world() > 1:  # summed over ranks now, so that no rank ever has all rows of all layers
+        if world() > 1:  # summed and split layer by layer: no rank ever has all rows of all layers
             ctx.S.add_(scatter_rows(dY_rows.T @ XA))
         else:
             ctx.S.addmm_(dY_rows.T, XA)
@@ -160,7 +162,7 @@ def dual_linear(X, W, bias, A, U):
     U A is never formed.  X may be a dual tensor (a value with its derivative), and Y is one.
     """
     X, X_dot = forward_ad.unpack_dual(X)
-    if X_dot is None:  # the first layer
+    if X_dot is None:  # no trained layer stands before this one
         Y, Y_dot = F.linear(X, W), 0
     else:  # value and derivative share one product with W
         Y, Y_dot = F.linear(torch.stack([X, X_dot]), W).unbind(0)
@@ -182,10 +184,8 @@ def find_targets(model, targets=()) -> dict:
     targets: last parts of names that narrow them, such as ("q_proj", "v_proj").  Raises ValueError
     if a name matches nothing, or nothing is left.
     """
-    stack = decoder_layers(model)
-    where = next(name for name, module in model.named_modules() if module is stack)
-    inside = {f"{where}.{name}".strip("."): module for name, module in stack.named_modules()}
-    found = {path: m for path, m in inside.items() if isinstance(m, torch.nn.Linear)}
+    inside = {m for m in decoder_layers(model).modules() if isinstance(m, torch.nn.Linear)}
+    found = {path: module for path, module in model.named_modules() if module in inside}
     names = sorted({path.rpartition(".")[2] for path in found})
     if missing := sorted(set(targets) - set(names)):
         raise ValueError(f"no linear layer is called {', '.join(missing)}; there are {names}")
@@ -196,17 +196,15 @@ def find_targets(model, targets=()) -> dict:
 
 
 def freeze_all_but(model, layers: dict) -> str:
-    """Only the weights of `layers` are trained, not even their biases.  Returns a summary line."""
+    """Only the weights of `layers` are trained, not even their biases.  Returns a line about it.
+    They require a gradient, which stays None, so that autograd runs backward in every layer."""
     model.requires_grad_(False)
-    weights = [module.weight.requires_grad_(True) for module in layers.values()]
-    frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
-    biases = [p for name, p in frozen.items() if name.endswith("bias")]
-    groups = (weights, frozen.values(), biases)
-    total, fixed, of_biases = (sum(p.numel() for p in group) for group in groups)
-    return (
-        f"{len(layers)} linear layers ({total:,} weights) are trained; {len(frozen)} tensors"
-        f" ({fixed:,}) are frozen, among them {len(biases)} biases ({of_biases:,})"
-    )
+    for module in layers.values():
+        module.weight.requires_grad_(True)
+    trained = sum(module.weight.numel() for module in layers.values())
+    frozen = [p.numel() for p in model.parameters() if not p.requires_grad]
+    others = f"{len(frozen)} other tensors ({sum(frozen):,} weights and biases)"
+    return f"{len(layers)} linear layers ({trained:,} weights) are trained; {others} are frozen"
 
 
 class Sketches:
@@ -214,9 +212,9 @@ class Sketches:
 
     layers {path: nn.Linear}    what is trained
     A {d_in: [r, d_in]}         the projections of the current update
-    S {path: [d_out, r]}        while backward runs; empty while there is a U
-    U {path: [d_out, r]}        from propose() to step(); else empty
-    On many ranks S and U have the rows of W that this rank owns.
+    S {path: [d_out, r]}        the sketches, until propose() makes U of them
+    U {path: [d_out, r]}        the proposal, until step() takes it and S begins again at 0
+    On many ranks the model is sharded first, and S and U have the rows of W that this rank owns.
     """
 
     def __init__(self, layers: dict, r: int, seed=0, kind="rademacher", refresh=1):
@@ -235,7 +233,7 @@ class Sketches:
 
     def start_update(self, update: int) -> None:
         """S = 0, and the projections of this update, from its number alone."""
-        self.S, self.U, self.last = {}, {}, (lambda: None, 0, None)
+        self.S, self.U, self.last = {}, {}, (lambda: None, 0, None)  # X is gone, and so is X A^T
         widths = [module.in_features for module in self.layers.values()]
         self.A = draw_projections(widths, update, self.device, **self.settings)
         for path, module in self.layers.items():
@@ -243,16 +241,16 @@ class Sketches:
             self.S[path] = W.new_zeros(len(W), r)
 
     def forward(self, path, module, X):
-        """What a target layer computes, by what is asked: value, value and sketch, or derivative."""
+        """Value, or value and sketch, or value and derivative, by what is asked."""
         A, W, bias = self.A[module.in_features], module.weight, module.bias
         if self.probing:
             return dual_linear(X, W, bias, A, gather_rows(self.U[path], module.out_features))
         if not torch.is_grad_enabled():
             return F.linear(X, W, bias)
         if self.U:
-            raise RuntimeError("no backward between propose() and step(): S is gone, U is there")
+            raise RuntimeError("no training pass between propose() and step(): S has become U")
         # q, k, v have one input, and so do gate and up: X A^T is made once for them.  A weak
-        # reference lets X go when the model is done with it.
+        # reference lets X go when the model is done with it; _version tells a change in place.
         last_X, version, XA = self.last
         if last_X() is not X or version != X._version:
             XA = X.detach() @ A.T.to(X.dtype)  # [..., r]
@@ -270,7 +268,7 @@ def attach_sketches(model, r, targets=(), seed=0, kind="rademacher", refresh=1) 
     sketches = Sketches(layers, r, seed, kind, refresh)
     summary = freeze_all_but(model, layers)
     if my_rank() == 0:
-        print(f"rank {r}: {summary}", file=sys.stderr)
+        print(f"r = {r}: {summary}", file=sys.stderr)
     return sketches
 
 
@@ -278,13 +276,14 @@ def attach_sketches(model, r, targets=(), seed=0, kind="rademacher", refresh=1) 
 # 3  Rules: from the sketch S of one layer to a direction D; LoGRA makes a step of it
 # ------------------------------------------------------------------------------------------------
 
-# A rule is a function of S [d_out, r], which it may overwrite, and of a dict that is its own for
-# each layer: what it puts there is saved, and there again at the next update.  It holds "d_in" from
-# the start.  It returns D [d_out, r].  The length of D does not matter but against other layers'.
+# A rule is a function of one layer's S [d_out, r], which it may overwrite, and of a dict that
+# belongs to the layer, its state.  What it puts there is saved, and is there again at the next
+# update; "d_in" is there from the start.  It returns D [d_out, r]; only the relative lengths of the
+# layers' D matter, since propose() sets the common size.  On many ranks, too, it sees whole layers.
 #
 # Why v survives a new A and a first moment does not: S_ij = <dW_i, A_j> has mean square
 # ||dW_i||^2 / r whatever A is, so a row's v speaks of its gradient.  A mean of S itself is a vector
-# in the coordinates of A.  When A is redrawn, they are coordinates in nothing.
+# in the coordinates of A.  When A is redrawn, the coordinates mean something else.
 
 
 def row_adam(S, state, beta2=0.95, eps=1e-8, keep_layer_norm=True):
@@ -295,8 +294,8 @@ def row_adam(S, state, beta2=0.95, eps=1e-8, keep_layer_norm=True):
         D_i  = s_i S_i,   then D <- D ||S||_F / ||D||_F   if keep_layer_norm
 
     Without keep_layer_norm a layer forgets the size of its gradient, as in Adam.  Adam's correction
-    1 / (1 - b2^t) is the same for all layers and cancels in the size of U.  A row that never had a
-    gradient stays where it is.  S is read once for its row norms and once to be scaled.
+    1 / (1 - b2^t) is one factor for all layers, and propose() sets the common size, so it is left
+    out.  A row that never had a gradient stays where it is.
     """
     norms = torch.linalg.vector_norm(S, dim=1)  # ||S_i|| [d_out]
     v = state.setdefault("v", torch.zeros_like(norms))
@@ -304,18 +303,18 @@ def row_adam(S, state, beta2=0.95, eps=1e-8, keep_layer_norm=True):
     root = v.sqrt()
     s = torch.where(root > 0, 1 / (root + eps * root.mean()), 0)
     if keep_layer_norm:
-        s *= norms.norm() / (s * norms).norm().clamp_min(torch.finfo(S.dtype).tiny)
+        s *= norms.norm() / (s * norms).norm().clamp_min(torch.finfo(S.dtype).tiny)  # ||S|| / ||D||
     return S.mul_(s[:, None])
 
 
 def sketch_muon(S, state, steps=5):
-    """About the polar factor of S, times sqrt(max(1, d_out / d_in)): all singular values above
-    2e-3 of ||S||_F come to between .68 and 1.21 (Muon, Jordan et al. 2024).  No state.
+    """About the polar factor of S: singular values above 2e-3 of ||S||_F become .68 to 1.21 (Muon,
+    Jordan et al. 2024).  Times sqrt(max(1, d_out / d_in)).  No state.
 
-        X = S / ||S||_F,   five times:  Q = X^T X,   X <- X (3.4445 - 4.775 Q + 2.0315 Q^2)
+        B = S / ||S||_F,   five times:  Q = B^T B,   M = 3.4445 I - 4.775 Q + 2.0315 Q^2,   B <- B M
 
-    The brackets M are polynomials of the first Q, so they commute with it: only r x r matrices are
-    iterated (Q <- Q M^2), and S is multiplied once, by the product of all M.  In S's own precision:
+    All M are polynomials of the first Q and commute with it, so the next Q is Q M^2: only r x r
+    matrices are iterated, and B is multiplied once, by the product of all M.  In S's own precision:
     a Q rounded to bfloat16 has eigenvalues below zero, and they would explode.
     """
     Q = S.T @ S  # [r, r]
@@ -323,20 +322,22 @@ def sketch_muon(S, state, steps=5):
     norm = Q.trace().sqrt().clamp_min(torch.finfo(S.dtype).tiny ** 0.5)  # ||S||_F
     product = identity * (max(1, len(S) / state["d_in"]) ** 0.5 / norm)
     Q = Q / norm**2
-    for _ in range(steps):
+    for step in range(steps):
         M = 3.4445 * identity - 4.775 * Q + 2.0315 * Q @ Q
-        product, Q = product @ M, Q @ M @ M
+        product = product @ M
+        if step < steps - 1:  # there is a next one
+            Q = Q @ M @ M
     return S @ product
 
 
 def sketch_adam(S, state, beta1=0.9, beta2=0.95):
-    """Adam on the entries of S, for an A that is kept (refresh 50 or more).  At a change of A its
-    moments are stale, as explained above; they fade within 1 / (1 - beta) updates."""
+    """Adam on the entries of S, for an A that is kept (--refresh 50).  At a new A its moments are
+    stale, as explained above; two thirds of m are gone after 1 / (1 - beta1) updates."""
     m = state.setdefault("m", torch.zeros_like(S))
     v = state.setdefault("v", torch.zeros_like(S))
     m.lerp_(S, 1 - beta1)
     v.mul_(beta2).addcmul_(S, S, value=1 - beta2)
-    return m / v.sqrt().clamp_min(torch.finfo(S.dtype).tiny)
+    return torch.where(v > 0, m / v.sqrt(), 0)
 
 
 def sketch_sgd(S, state):
@@ -347,10 +348,10 @@ def sketch_sgd(S, state):
 RULES = {f.__name__: f for f in (row_adam, sketch_muon, sketch_adam, sketch_sgd)}
 
 
-def projected_norm_squared(D, A) -> torch.Tensor:
-    """||D A||_F^2 = <D^T D, A A^T>: two r x r matrices in place of a d_out x d_in one.  In float64:
-    the sum has r^2 terms of both signs, and may end far below the largest of them."""
-    return ((D.T @ D).double() * (A @ A.T).double()).sum().clamp_min(0)
+def projected_norm_squared(D, AAT) -> torch.Tensor:
+    """||D A||_F^2 = <D^T D, A A^T>: two r x r matrices in place of a d_out x d_in one.  Summed in
+    float64: r^2 terms of both signs may end far below the largest of them."""
+    return ((D.T @ D).double() * AAT.double()).sum().clamp_min(0)
 
 
 def finite_norm(matrices, what: str) -> float:
@@ -368,8 +369,8 @@ class LoGRA:
 
     rule: a function as described above.
     update_ratio: ||U A|| / ||W|| over all layers, before alpha (dimensionless; the paper: 6e-5).
-    Where the KL budget sets the step, alpha ~ 1 / ||U||, so the ratio cancels: it only matters
-    where alpha_max binds, as the bound alpha_max * update_ratio on a step.
+    Where the KL budget sets the step, alpha ~ 1 / ||U||, and the ratio cancels.  It matters where
+    alpha_max binds, since no step is longer than alpha_max * update_ratio, and without KL control.
     """
 
     def __init__(self, sketches: Sketches, update_ratio=6e-5, rule=row_adam):
@@ -388,20 +389,23 @@ class LoGRA:
         Raises FloatingPointError if the sketch is not finite (no weight has moved then), and
         RuntimeError if there is a U already.
         """
-        S, U, A = self.sketches.S, self.sketches.U, self.sketches.A
-        if U:
+        S, D, D_squared = self.sketches.S, {}, []
+        if self.sketches.U:
             raise RuntimeError("propose() twice: step() comes between")
         self.sketch_norm = finite_norm(S.values(), f"the sketch of update {self.update}") / tokens
-        D_squared = []
+        AAT = {d_in: A @ A.T for d_in, A in self.sketches.A.items()}  # [r, r] each
         for path, module in self.layers.items():
-            rows, state = S.pop(path).div_(tokens), self.state[path]
-            U[path] = apply_rule(self.rule, rows, state, module.out_features)
-            D_squared.append(projected_norm_squared(U[path], A[module.in_features]))
+            S_l = S.pop(path).div_(tokens)  # one layer's
+            D[path] = apply_rule(self.rule, S_l, self.state[path], module.out_features)
+            D_squared.append(projected_norm_squared(D[path], AAT[module.in_features]))
         D_norm = rank_sum(torch.stack(D_squared).sum()).sqrt().item()
+        if not math.isfinite(D_norm):
+            raise FloatingPointError(f"the direction of update {self.update} is not finite")
         W = [local(module.weight) for module in self.layers.values()]
         W_norm = finite_norm(W, "the norm of the weights")
-        for path, D in U.items():  # not in place: D may be what the rule keeps in its state
-            U[path] = D * (self.update_ratio * W_norm / D_norm if D_norm else 0.0)
+        size = self.update_ratio * W_norm / D_norm if D_norm else 0.0
+        for path in self.layers:  # not in place: D may be what the rule keeps in its state
+            self.sketches.U[path] = size * D.pop(path)
 
     @torch.no_grad()
     def step(self, alpha: float = 1.0) -> dict:
@@ -414,21 +418,23 @@ class LoGRA:
         if not sketches.U:
             raise RuntimeError("step() before propose(): there is no U")
         for path, module in self.layers.items():
-            rows = (alpha * sketches.U[path]).to(torch.bfloat16)
-            subtract_factor(local(module.weight), rows, sketches.A[module.in_features])
-            factors[path] = gather_rows(rows, module.out_features)
+            factor = (alpha * sketches.U[path]).to(torch.bfloat16)
+            subtract_factor(local(module.weight), factor, sketches.A[module.in_features])
+            factors[path] = gather_rows(factor, module.out_features)
         self.update += 1
         sketches.start_update(self.update)
         return factors
 
     @torch.no_grad()
-    def take_back(self, factors: dict, part: float) -> None:
-        """W <- W + bfloat16(part factor) A, for the factors that step() has just returned."""
+    def take_back(self, factors: dict, part: float) -> dict:
+        """W <- W + part factor A, for the factors that step() has just returned.  Returns the new
+        factors, bfloat16(-part factor), which belong to the same update."""
         widths, device = self.sketches.A, self.sketches.device  # step() has drawn the next A
         A = draw_projections(widths, self.update - 1, device, **self.sketches.settings)
+        back = {path: (-part * f.float()).to(torch.bfloat16) for path, f in factors.items()}
         for path, module in self.layers.items():
-            rows = own_rows(factors[path])
-            subtract_factor(local(module.weight), rows, A[module.in_features], -part)
+            subtract_factor(local(module.weight), own_rows(back[path]), A[module.in_features])
+        return back
 
     def state_dict(self) -> dict:
         """Tensors and plain numbers, whole, for any number of ranks.  All ranks must call."""
@@ -445,7 +451,12 @@ class LoGRA:
                 raise ValueError(f"the checkpoint has {key} {was}, this run has {key} {value}")
         self.update = saved["update"]
         for path, module in self.layers.items():
-            self.state[path] = own_state(saved["state"][path], module.out_features)
+            state = saved["state"][path]  # on the CPU, in the file
+            state = {
+                key: x.to(self.sketches.device, copy=True) if torch.is_tensor(x) else x
+                for key, x in state.items()
+            }
+            self.state[path] = own_state(state, module.out_features)
         self.sketches.start_update(self.update)
         check_same(self.sketches.A.values())
 
@@ -457,14 +468,14 @@ class LoGRA:
 
 @dataclass
 class Sample:
-    """One generated answer.  `row` and `index` belong to the caller, the rest is filled in turn."""
+    """One generated answer.  What has a default is filled in later."""
 
     prompt: list  # token ids
     completion: list  # token ids, the end-of-sequence token included
     logprobs: list  # of the completion, as the engine sampled it
     finished: bool  # ended by itself, not cut at max_new_tokens
-    row: dict = field(default_factory=dict)
-    index: int = 0
+    row: dict = field(default_factory=dict)  # the caller's: what the reward needs
+    index: int = 0  # the caller's, of the prompt
     reward: float = 0.0
     advantage: float = 0.0
     old_logprobs: torch.Tensor | None = None  # the trainer's own, at the batch's first update
@@ -497,10 +508,12 @@ def grpo_objective(logps, old_logps, engine_logps, advantages, clip_low=0.2, cli
     """The loss SUMMED over all tokens of some answers.
 
     logps, old_logps, engine_logps: lists of one tensor [tokens] for each answer.  advantages: one
-    number for each answer.
+    number for each answer; one with advantage 0 must add 0, since the loop leaves it out.
+
+    An objective of one's own (GSPO, CISPO) has the same arguments, and sees where answers end.
 
         ratio = exp(logp - old_logp)                       1 at the first update of a batch
-        w     = min(exp(old_logp - engine_logp), 2)        truncated importance sampling
+        w     = min(exp(old_logp - engine_logp), 2)        the engine's policy is not quite ours
         loss  = -sum w min(ratio adv, clip(ratio, 1 - clip_low, 1 + clip_high) adv)
 
     Clipping with two bounds is DAPO's (2503.14476, 3.1); the sum over all tokens of the step, to
@@ -516,7 +529,8 @@ def grpo_objective(logps, old_logps, engine_logps, advantages, clip_low=0.2, cli
 
 
 def compute_dtype(device, dtype: str):
-    """A context: matrix products are made in `dtype`, weights stay float32, casts are not kept."""
+    """A context: matrix products are made in `dtype`, weights stay float32.  Casts are not kept: a
+    cache would hold a second copy of all weights."""
     low = dtype == "bfloat16"
     return torch.autocast(device.type, torch.bfloat16, low, cache_enabled=False)
 
@@ -528,24 +542,24 @@ def micro_batches(samples, size: int) -> list:
 
 
 def response_hidden(model, samples, device):
-    """Final hidden states that predict the generated tokens, [n, H], and those tokens, [n].
+    """Final hidden states that predict the n generated tokens, [n, H], and those tokens, [n].
 
     Rows are padded on the right: a causal model then needs no mask.  What is prompt, answer or
     padding is known by position; no token's value decides what is in the loss.
     """
     rows = [torch.tensor(s.prompt + s.completion) for s in samples]
-    ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).to(device)  # [B, L]
+    ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).to(device)  # [B, L], B samples
     generated = torch.zeros_like(ids, dtype=torch.bool)
     for i, s in enumerate(samples):
         generated[i, len(s.prompt) : len(s.prompt) + len(s.completion)] = True
-    # Not model.base_model(...): an engine that serves by transformers' own class rewrites its call
+    # Not model.base_model(...): vLLM, where it uses transformers' own class, replaces that call
     output = torch.nn.Module.__call__(model.base_model, input_ids=ids, use_cache=False)
     hidden = output.last_hidden_state  # [B, L, H]
     return hidden[:, :-1][generated[:, 1:]], ids[generated]  # position t - 1 predicts token t
 
 
 def policy_head(model):
-    """The function hidden [n, H] -> logits [n, V], with what some families do after the product.
+    """The function hidden [n, H] -> logits [n, V], with the scale or cap that some families have.
     A sharded head is gathered here, and kept as long as the function is; all ranks must call."""
     head, config = model.get_output_embeddings(), model.config.get_text_config()
     W, bias = whole(head.weight), None if head.bias is None else whole(head.bias)
@@ -578,15 +592,16 @@ def backward(model, samples, objective, config, first: bool) -> list:
     """Add the gradient of the objective, a SUM over the samples' tokens, to S.
 
     At the first update of a batch the trainer's log-probs become the old ones of the ratio, and
-    log p_engine - log p_trainer of tokens of finished samples that have an advantage are returned.
-    Off-policy training would start here: old_logps of another policy, and a w that corrects for it.
+    log p_engine - log p_trainer is returned, of the samples that KLControl.observe asks for.
+    Training on answers of an older policy would begin here: old log-probs that are that policy's, a
+    w that corrects for it, and no mismatch, which would count its age as an error of the engine.
     """
     device, differences = model.device, []
     for micro, real in in_step(micro_batches(samples, config.micro_batch)):
         lengths = [len(s.completion) for s in micro]
         with compute_dtype(device, config.dtype):
             hidden, ids = response_hidden(model, micro, device)  # [n, H], [n]
-            leaf = hidden.detach().requires_grad_()  # where the head's backward ends
+            leaf = hidden.detach().requires_grad_()  # the head's backward stops here
             head = policy_head(model)
             logp = token_logprobs(leaf, head, ids, config.temperature, head.chunk)  # [n]
         engine = [torch.tensor(s.logprobs, device=device) for s in micro]
@@ -595,13 +610,12 @@ def backward(model, samples, objective, config, first: bool) -> list:
                 s.old_logprobs = own
                 if s.finished and s.advantage:
                     differences.append(theirs - own)
-        # A batch that another rank has more of is repeated, and adds nothing
-        advantages = torch.tensor([s.advantage * real for s in micro], device=device)
+        advantages = torch.tensor([s.advantage for s in micro], device=device)
         old = [s.old_logprobs for s in micro]
         with together():
             loss = objective(logp.split(lengths), old, engine, advantages)
-        loss.backward()
-        del logp, head, loss  # the head's weight and logits are gone before the layers' backward
+        (loss * real).backward()  # a rank without batches repeats its last, which adds nothing
+        del logp, head, loss  # so that the head and its logits are gone when the layers' begins
         hidden.backward(leaf.grad)
     return differences
 
@@ -615,8 +629,7 @@ def backward(model, samples, objective, config, first: bool) -> list:
 
 
 def blockwise_attention(module, query, key, value, mask, scaling, softcap=None, **_):
-    """Softmax attention in plain operations, which forward mode can follow; fused kernels it
-    cannot.
+    """Softmax attention in plain operations: forward mode cannot go through fused kernels.
 
     query [B, heads, L, d], key and value [B, kv_heads, L, d], mask added to the scores, which exist
     for 128 queries at a time.
@@ -679,7 +692,8 @@ def predicted_kls(z, z_dot, temperature, alphas=None):
         KL = log(1 + sum_v p_v phi(a u_v))                linearised
 
     The second is the exact KL(p || softmax((z + a z') / T)): the softmax is kept whole, only the
-    network is linearised.  Taken as a difference of log-softmaxes it would be worthless below 1e-6.
+    network is linearised.  It is log E_p[e^(a u)] = log(1 + E_p[phi(a u)]), since E_p[u] = 0.
+    As a difference of two log-softmaxes it would be lost in rounding below 1e-6.
     """
     p, u = (z / temperature).softmax(-1), z_dot / temperature
     u = u - (p * u).sum(-1, keepdim=True)
@@ -690,13 +704,14 @@ def predicted_kls(z, z_dot, temperature, alphas=None):
 
 
 def exact_kl(z, z_after, temperature):
-    """KL(p || q) summed over positions, p = softmax(z / T) before a step, q after it."""
+    """KL(p || q) summed over positions, p = softmax(z / T) before a step, q after it; written with
+    phi since sum_v (q_v - p_v) = 0: no term is negative."""
     log_p, log_q = (z / temperature).log_softmax(-1), (z_after / temperature).log_softmax(-1)
     return (log_p.exp() * phi((log_q - log_p).clamp(max=80))).sum()
 
 
 def float_logits(head, h):
-    """In float32 whatever the model computes in: a logit of 8 moves by less than bfloat16 can tell."""
+    """Logits in float32: one of size 8 moves by less than bfloat16 can tell."""
     with compute_dtype(h.device, "float32"):
         return head(h.float()).float()
 
@@ -706,7 +721,7 @@ def predict_kl(model, sketches, probe, temperature=1.0, alphas=None, micro_batch
     """The KL that W - a U A would cause, from one forward-mode pass over all layers at once.
 
     probe: Samples.  alphas: None for the quadratic predictor, or steps for the linearised one.
-    sketches: None (a control) predicts nothing.
+    sketches: None (dense AdamW, LoRA) predicts nothing.
     Returns the curve (list of a, list of mean KL per generated token, in nats) and the probe's
     final hidden states, from which realised_kl tells later what came of it.
     Memory: `micro_batch` answers in the model, `chunk` positions in the head.
@@ -728,8 +743,8 @@ def predict_kl(model, sketches, probe, temperature=1.0, alphas=None, micro_batch
 
 @torch.no_grad()
 def realised_kl(model, probe, hidden_before, temperature=1.0, micro_batch=1, chunk=None) -> float:
-    """KL(before || after), mean per generated token of the probe, by the same path as predict_kl.
-    The head is frozen, so logits before the step are made again from its hidden states."""
+    """KL(before || after), mean per generated token of the same probe, in probe_mode again.  The
+    head is frozen, so logits before the step are made again from its hidden states."""
     hidden_after = probe_states(model, probe, micro_batch)
     head, total = policy_head(model), torch.zeros(1, dtype=torch.float64)
     for pair in zip(hidden_before, hidden_after, strict=True):
@@ -764,9 +779,10 @@ class KLControl:
     """The KL budget of each update, and the alpha that spends it (the paper's values).
 
     budget -> final_budget: cosine over `updates` updates, both ends included; constant after.
-    alpha_max bounds every step; with enabled=False each is 1.
-    mismatch: how much trainer and engine differ before any step, an average of what observe() is
-    told; it is taken off the budget, down to one half.
+    alpha_max bounds every alpha but that of enabled=False, which is 1, and so it is where nothing
+    would move.
+    mismatch: an estimate of the KL between engine and trainer before any step, a running mean (the
+    paper's .7 and .3); it is taken off the budget, down to one half.
     advantage_state: what the advantage function remembers, kept here to be saved with the mismatch.
     """
 
@@ -780,10 +796,10 @@ class KLControl:
         return max(budget - self.mismatch, budget / 2)
 
     def observe(self, differences: list) -> None:
-        """differences: log p_engine - log p_trainer of tokens of finished answers, tensors of this
-        rank.  Their mean over all ranks enters the average, if there is one."""
-        total, count = sum(d.sum() for d in differences), sum(map(len, differences))
-        mean = rank_mean(torch.as_tensor(total).view(1), count)
+        """differences: log p_engine - log p_trainer of tokens of finished answers that are trained
+        on, tensors of this rank.  The engine drew the tokens, so their mean estimates the KL."""
+        total, count = sum(d.sum().item() for d in differences), sum(map(len, differences))
+        mean = rank_mean(torch.tensor([total]), count)  # a CPU tensor on every rank
         if mean:
             self.mismatch = 0.7 * self.mismatch + 0.3 * max(0.0, mean[0])
 
@@ -801,7 +817,7 @@ class KLControl:
         return min(self.alpha_max, interpolate(self.budget(update), kls, alphas, 1 / 2))
 
     def excess(self, realised: float, update: int) -> float:
-        """The part of a step to take back, 0 to .9, so that its realised KL is the budget.
+        """The part of a step to take back, 0 to .9, once, by KL ~ alpha^2.
         Raises FloatingPointError if the realised KL is not finite."""
         if not realised < math.inf:
             raise FloatingPointError(f"the realised KL of update {update} is {realised}")
@@ -823,11 +839,11 @@ class SketchSync:
 
     vLLM mixes this class into its worker.  Engines in bfloat16 keep a float32 master of the target
     weights on the host and round it: a step of 6e-5 is far below half a unit of a bfloat16 and
-    would vanish if it were subtracted in place.
+    would vanish if it were subtracted in place.  Autocast rounds the trainer's weights alike.
     """
 
     def sync_weights(self, weights, settings: dict, ranks: int) -> None:
-        """Take the trainer's float32 weights, pairs (path, W), whose rows so many ranks hold.
+        """Take the trainer's float32 weights, pairs (path, W).  ranks: how many hold their rows.
         Raises StopRun if a layer is not in this engine or has another shape."""
         self.logra_settings, self.logra_ranks, self.logra_layers = settings, ranks, {}
         modules = dict(self.get_model().named_modules())
@@ -836,20 +852,16 @@ class SketchSync:
             if rows.shape != W.shape:
                 raise StopRun(f"{path}: engine {list(rows.shape)}, trainer {list(W.shape)}")
             same = rows.dtype == W.dtype
-            self.logra_layers[path] = rows, rows if same else W.detach().to("cpu", copy=True)
+            master = rows if same else W.detach().to("cpu", copy=True)
+            self.logra_layers[path] = (rows, master)
             rows.copy_(W)
 
-    def sync_factors(self, factors, update: int, back: float = 0.0) -> None:
+    def sync_factors(self, factors, update: int) -> None:
         """W <- W - factor A for pairs (path, factor), A redrawn from the number of the update; then
-        round.
-
-        back: the part of the step that the trainer took back, in the same two products.
-        Raises StopRun, before anything is written, unless every target layer would be.
+        round.  Raises StopRun, before anything is written, unless every target layer would be.
         """
         layers, factors = self.logra_layers, dict(factors)
-        device = next(
-            iter(factors.values())
-        ).device  # the product is made where the trainer made it
+        device = next((f.device for f in factors.values()), "cpu")  # where the trainer multiplies
         widths = (master.shape[1] for _, master in layers.values())
         A = draw_projections(widths, update, device, **self.logra_settings)
         wanted = {(path, (len(W), len(A[W.shape[1]]))) for path, (_, W) in layers.items()}
@@ -858,8 +870,10 @@ class SketchSync:
         for path, factor in factors.items():
             rows, master = layers[path]
             W = master.to(device)
-            for part in (1, -back) if back else (1,):
-                subtract_factor(W, factor, A[W.shape[1]], part, self.logra_ranks)
+            # In the blocks of rows that the trainer's ranks hold: a product of another shape may
+            # round otherwise
+            for blocks in zip(W.chunk(self.logra_ranks), factor.chunk(self.logra_ranks)):
+                subtract_factor(*blocks, A[W.shape[1]])
             for copy in (master, rows):  # either may be W itself
                 copy.copy_(W)
 
@@ -886,8 +900,8 @@ class VLLMGenerator:
     """The policy in a vLLM engine in this process.  Token ids in, token ids out, never text.
 
     generate(prompts, seeds, ...) -> Samples, one for each prompt and seed
-    sync(factors, update, back)    W -= factor A in the engine, but for a part that is taken back
-    load(weights)                  the target weights whole, pairs (path, W)
+    load(weights)           the target weights whole, pairs (path, W); comes first
+    sync(factors, update)   W -= factor A in the engine
 
     path: of a Hugging Face directory.  max_length: tokens of prompt and answer.  settings: those of
     the Sketches.  kv_gib: of the key-value cache.  alone: no trainer shares the GPU.
@@ -966,8 +980,8 @@ class VLLMGenerator:
         self.wake()
         return self.llm.collective_rpc(method, args=args)[0]
 
-    def sync(self, factors: dict, update: int, back: float = 0.0) -> None:
-        self.call("sync_factors", factors, update, back)
+    def sync(self, factors: dict, update: int) -> None:
+        self.call("sync_factors", factors, update)
 
     def load(self, weights, ranks=None) -> None:
         """Weights are gathered one at a time.  ranks: how many hold them (default: all)."""
@@ -1009,10 +1023,13 @@ class HFGenerator:
         settings = GenerationConfig(
             max_new_tokens=max_new_tokens, eos_token_id=self.eos_ids or None, pad_token_id=0
         )
-        with compute_dtype(device, self.dtype):
-            out = self.model.generate(
-                ids, attention_mask=mask, generation_config=settings, logits_processor=[choose]
-            )
+        # What is not set here, as a penalty, generate() would take from the model's own settings
+        own, self.model.generation_config = self.model.generation_config, settings
+        try:
+            with compute_dtype(device, self.dtype):
+                out = self.model.generate(ids, attention_mask=mask, logits_processor=[choose])
+        finally:
+            self.model.generation_config = own
         samples = []
         for prompt, tokens, logp in zip(
             prompts, out[:, width:].tolist(), torch.cat(logps, 1).tolist(), strict=True
@@ -1031,8 +1048,8 @@ class HFGenerator:
 def rollout(generator, prompts, reward, config, step) -> list:
     """This rank's Samples of a step, scored: G answers to each of its prompts.
 
-    Each answer has a seed of its own, a function of (seed, step, prompt, g): a run that starts again
-    at this step draws the same answers, on any number of ranks.
+    Each answer has a seed of its own, from (seed, step, prompt, g): a run that starts again at this
+    step draws the same answers, on any number of ranks.
     """
     asked = [(*prompt, g) for prompt in prompts for g in range(config.group_size)]
     seeds = [stable_seed("sample", config.seed, step, index, g) for index, _, _, g in asked]
@@ -1046,64 +1063,59 @@ def rollout(generator, prompts, reward, config, step) -> list:
 
 
 def judge(samples, advantage, state, config):
-    """Give every sample its advantage.  Returns the metrics of the batch, means over the answers of
-    all ranks; what the loss is to be divided by; and how many answers have a signal.
+    """Give every sample its advantage.  Returns metrics, means over the answers of all ranks and
+    their number; the tokens that the loss is to be divided by; how many answers have an advantage.
 
     A group whose advantages are all 0 is dead: it teaches nothing.  An answer that mask_truncated
-    leaves out of the loss still counts in its group's mean, or else the others would be judged by
-    those that came to an end.
+    leaves out of the loss still counts in the mean of its group.
     """
     rewards = torch.tensor([s.reward for s in samples], dtype=torch.float64)
     rewards = rewards.view(-1, config.group_size)  # [P, G]
-    advantages = own_prompts(advantage(all_prompts(rewards), state))
-    dead = (advantages == 0).all(1).repeat_interleave(config.group_size).tolist()
-    facts = []
-    for s, value, is_dead in zip(samples, advantages.flatten().tolist(), dead, strict=True):
-        covered = s.finished or not config.mask_truncated  # by the loss
-        s.advantage = value * covered
-        facts.append((s.reward, s.reward > 0, is_dead, len(s.completion), not s.finished))
-        facts[-1] += (covered * len(s.completion), s.advantage != 0, 1)
-    facts = torch.tensor(facts, dtype=torch.float64).sum(0)
-    *totals, tokens, signals, answers = rank_sum(facts).tolist()
-    names = ("reward", "solved", "dead_groups", "length", "truncated")
-    metrics = {name: total / answers for name, total in zip(names, totals, strict=True)}
-    metrics["answers"] = answers
+    advantages = own_prompts(advantage(all_prompts(rewards), state=state))
+    covered = [s.finished or not config.mask_truncated for s in samples]  # by the loss
+    for s, value, in_loss in zip(samples, advantages.flatten().tolist(), covered, strict=True):
+        s.advantage = value * in_loss
+    sums = {
+        "reward": rewards.sum().item(),
+        "solved": (rewards > 0).sum().item(),
+        "dead_groups": (advantages == 0).all(1).sum().item() * config.group_size,  # in answers
+        "length": sum(len(s.completion) for s in samples),
+        "truncated": sum(not s.finished for s in samples),
+        "answers": len(samples),
+        "tokens": sum(len(s.completion) for s, in_loss in zip(samples, covered) if in_loss),
+        "signals": sum(s.advantage != 0 for s in samples),
+    }
+    totals = rank_sum(torch.tensor([*sums.values()], dtype=torch.float64)).tolist()
+    sums = dict(zip(sums, totals, strict=True))
+    answers, tokens, signals = (sums.pop(name) for name in ("answers", "tokens", "signals"))
+    metrics = {name: x / answers for name, x in sums.items()} | {"answers": answers}
     if config.denominator == "constant":  # Dr. GRPO (2503.20783)
         tokens = answers * config.max_new_tokens
     return metrics, tokens, signals
 
 
 def grpo(
-    model,
-    generator,
-    optimizer,
-    control,
-    draw,
-    reward,
-    advantage,
-    objective,
-    config,
-    start=0,
-    lap=id,
+    model, generator, optimizer, control, draw, reward, advantage, objective, config, done=0, lap=id
 ):
     """Yield one dict of metrics after every update: a step is one batch, updated once or more.
 
-    draw(step) -> [(index, token ids, row)], the prompts of a step, of which each rank takes its own.
+    draw(step) -> [(index, token ids, row)], the prompts of a step; each rank takes its own.
     reward(sample) -> float.  advantage and objective: as those of section 4.  config: the fields of
-    train.Config that are read here.  lap(name) is called at the end of each phase.
+    train.Config that are read here.  done: steps made before.  lap(name) ends a phase; id does
+    nothing.
 
     Everything random follows from (seed, step, prompt, g) and the number of the update, so a run
     that starts again at a step with the same weights and optimizer is the same run.
     """
     sketches = optimizer.sketches  # None: a control without them
     weights = {path: module.weight for path, module in optimizer.layers.items()}
-    grid = control.grid() if config.kl_predictor == "linearised" else None
-    compute = compute_dtype(model.device, config.dtype)  # a context, here around functions
-    common = {"temperature": config.temperature, "micro_batch": config.micro_batch}
-    predict = compute(functools.partial(predict_kl, model, sketches, alphas=grid, **common))
-    measure = compute(functools.partial(realised_kl, model, **common))
+    alphas = control.grid() if config.kl_predictor == "linearised" else None
+    probing = {"temperature": config.temperature, "micro_batch": config.micro_batch}
+    compute = compute_dtype(model.device, config.dtype)  # autocast, as a decorator
+    predict = compute(functools.partial(predict_kl, model, sketches, alphas=alphas, **probing))
+    measure = compute(functools.partial(realised_kl, model, **probing))
 
-    for step in range(start, config.steps):
+    for step in range(done, config.steps):
         # 1  G answers to each prompt, scored
         samples = rollout(generator, own_prompts(draw(step)), reward, config, step)
         lap("generate")
@@ -1115,8 +1127,7 @@ def grpo(
         repeats = config.updates_per_batch if signals else 1
 
         for repeat in range(repeats):
-            update, alpha, back, sent = optimizer.update, 0.0, 0.0, {}
-            curve = realised = None
+            update, alpha, sent, curve, realised = optimizer.update, 0.0, [], None, None
             if signals:
                 # 3  adds dY^T (X A^T) to S
                 control.observe(backward(model, alive, objective, config, first=repeat == 0))
@@ -1132,21 +1143,22 @@ def grpo(
                 alpha = control.alpha_for(curve, update) if curve else 1.0
                 lap("probe")
                 # 6  W -= factor A, factor = alpha U rounded; a new A
-                factors = optimizer.step(alpha)
+                sent = [optimizer.step(alpha)]
                 lap("update")
                 if check:
                     realised = measure(probe, before)
-                if config.verify_step and (back := control.excess(realised, update)):
-                    optimizer.take_back(factors, back)
-                    alpha *= 1 - back
+                if config.verify_step and (part := control.excess(realised, update)):
+                    sent.append(optimizer.take_back(sent[0], part))
+                    alpha *= 1 - part
                     realised = measure(probe, before)
                 lap("probe")
-                # 7  send the factor and a number, not W
-                if config.sync == "factors":
-                    generator.sync(factors, update, back)
-                else:
+                # 7  send the factors and a number, not W
+                if config.sync == "full":
+                    sent = [weights]
                     generator.load(weights.items())
-                sent = factors if config.sync == "factors" else weights
+                else:
+                    for factors in sent:
+                        generator.sync(factors, update)
                 lap("sync")
 
             yield metrics | {
@@ -1159,7 +1171,7 @@ def grpo(
                 "mismatch": control.mismatch,
                 "update_ratio": alpha * getattr(optimizer, "update_ratio", 0.0),
                 "grad_sketch_norm": optimizer.sketch_norm if signals else 0.0,
-                "sync_bytes": sum(x.numel() * x.element_size() for x in sent.values()),
+                "sync_bytes": sum(x.nbytes for tensors in sent for x in tensors.values()),
                 "wire_bytes": getattr(generator, "crossed", 0),  # to and from generation ranks
                 "samples": samples,
                 "last": repeat == repeats - 1,  # of this batch
@@ -1168,7 +1180,7 @@ def grpo(
 
 
 # ------------------------------------------------------------------------------------------------
-# 7  Many ranks: each holds some rows of every W; on one rank nothing below does anything
+# 7  Many ranks: each holds some rows of every W
 # ------------------------------------------------------------------------------------------------
 
 
@@ -1305,6 +1317,7 @@ def apply_rule(rule, rows: torch.Tensor, state: dict, d_out: int) -> torch.Tenso
         return rule(rows, state)
     everything = whole_state(state)
     D = rule(gather_rows(rows, d_out), everything)
+    state.clear()
     state.update(own_state(everything, d_out))
     return own_rows(D)
 
@@ -1347,8 +1360,8 @@ def own_float32(module) -> None:
 def shard_model(model, dtype, frozen_dtype=torch.float32) -> None:
     """FSDP2: this rank keeps its rows of every weight in float32 and computes in `dtype`.
 
-    Embedding and head are frozen, so they are plain shards in frozen_dtype, the one they were
-    stored in, made whole where they are used; FSDP would hold its flat buffer beside the copy.
+    Embedding and head are frozen, so they are plain shards, in the dtype that the model's files
+    have, made whole where they are used; FSDP would keep a second buffer for them.
     """
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
@@ -1364,97 +1377,4 @@ def shard_model(model, dtype, frozen_dtype=torch.float32) -> None:
         own_float32(module)  # a layer at a time: the whole model is never in this rank's memory
         fully_shard(module, mesh=mesh(), mp_policy=policy, ignored_params={embedding.weight})
         module.set_gradient_divide_factor(1.0)  # sums, as everywhere
-        module.set_force_sum_reduction_for_comms(True)  # gloo has no other
-
-
-# Generation ranks.  They are in no training group, since vLLM would take all of its ranks for its
-# own.  A wire, a gloo group of all ranks, carries what crosses.  Every request is two exchanges: the
-# training ranks speak and the engines listen, then the other way round.
-
-
-def exchange(wire, message) -> tuple:
-    """([what rank 0 says, what rank 1 says, ...], the bytes of all that).  Raises StopRun if a rank
-    is gone."""
-    said = [b""] * wire.size()
-    try:
-        dist.all_gather_object(said, pickle.dumps(message), group=wire)
-    except RuntimeError as error:
-        raise StopRun("another rank is gone, or was silent for an hour") from error
-    return [pickle.loads(x) for x in said], sum(map(len, said))
-
-
-def broadcast(wire, pair=None):
-    """What rank 0 has: a pair (path, tensor), so that one layer crosses at a time."""
-    dist.broadcast_object_list(box := [pair], group=wire, group_src=0)
-    return box[0]
-
-
-class RemoteGenerator:
-    """The same methods on a training rank whose engines are ranks of their own.  call("stop") ends
-    these.
-
-    All training ranks call together.  Raises StopRun, on all of them, if an engine fails.
-    crossed: the bytes of what was said and sent, each once; grpo sets it to 0 after each update.
-    """
-
-    def __init__(self, wire, *engine):
-        self.wire, self.crossed = wire, 0
-        self.call("start", *engine)
-
-    def call(self, verb: str, *args, tensors=()) -> tuple:
-        """What all training ranks ask, and all that the engines answer.  tensors: pairs (path, W),
-        sent from rank 0, gathered one at a time."""
-        tensors = [*tensors]
-        asked, size = exchange(self.wire, (verb, len(tensors), args))
-        for path, x in tensors:
-            x = whole(x).cpu()
-            broadcast(self.wire, (path, x))
-            size += x.numel() * x.element_size()
-        answers, answered = exchange(self.wire, None)
-        self.crossed += size + answered
-        for rank, answer in enumerate(answers):
-            if isinstance(answer, str):  # the words of an engine's error
-                raise StopRun(f"rank {rank}: {answer}")
-        return asked[: world()], [a for answer in answers[world() :] for a in answer]
-
-    def generate(self, prompts, seeds, max_new_tokens, temperature=1.0) -> list:
-        """As VLLMGenerator.generate: the prompts of all training ranks, split among engines."""
-        asked, answers = self.call("generate", prompts, seeds, max_new_tokens, temperature)
-        start = sum(len(args[0]) for _, _, args in asked[: my_rank()])
-        answers = answers[start : start + len(prompts)]
-        return [Sample(ids, *answer) for ids, answer in zip(prompts, answers, strict=True)]
-
-    def sync(self, factors: dict, update: int, back: float = 0.0) -> None:
-        self.call("sync", update, back, tensors=factors.items())
-
-    def load(self, weights) -> None:
-        self.call("load", world(), tensors=weights)
-
-
-def serve(wire, start) -> None:
-    """What a generation rank does: start an engine by start(...), generate, sync and load until
-    "stop", or until the training ranks are gone."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    verb = generator = None
-    with contextlib.suppress(StopRun):
-        while verb != "stop":
-            asked = [request for request in exchange(wire, None)[0] if request]
-            verb, n, args = asked[0]
-            tensors = (broadcast(wire) for _ in range(n))
-            pairs, answers = ((path, x.to(device)) for path, x in tensors), []
-            try:
-                if verb == "start":
-                    generator = start(*args)
-                elif verb == "generate":
-                    prompts, seeds = ([x for *_, args in asked for x in args[i]] for i in (0, 1))
-                    engines, mine = wire.size() - len(asked), wire.rank() - len(asked)
-                    cut = slice(*(k * len(prompts) // engines for k in (mine, mine + 1)))
-                    samples = generator.generate(prompts[cut], seeds[cut], *args[2:])
-                    answers = [(s.completion, s.logprobs, s.finished) for s in samples]
-                elif verb in ("sync", "load"):
-                    getattr(generator, verb)(pairs, *args)
-            except Exception as error:  # noqa: BLE001, the training ranks must hear of it
-                answers = str(error) or repr(error)
-            for _ in tensors:
-                pass  # after an error: what is left of them is on its way
-            exchange(wire, answers)
+        module.set_force_sum_reduction_for_comms(True)  # gloo cannot average

@@ -28,13 +28,14 @@ import importlib
 import importlib.util
 import inspect
 import json
+import logging
 import math
 import os
+import pickle
 import re
 import resource
 import shutil
 import signal
-import statistics
 import string
 import sys
 import time
@@ -44,6 +45,7 @@ from datetime import timedelta
 from fractions import Fraction
 from importlib.metadata import distributions
 from pathlib import Path
+from statistics import mean, stdev
 from types import SimpleNamespace
 from typing import Literal
 
@@ -54,7 +56,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.autograd import forward_ad
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import logra
@@ -82,6 +84,7 @@ from tqdm import tqdm
 
 transformers.utils.logging.disable_progress_bar()  # one bar is enough, and it is ours
 warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")  # nothing of ours
+warnings.filterwarnings("ignore", "You are using a Backend")  # the wire of start_ranks is one
 
 
 class UserError(Exception):
@@ -121,6 +124,10 @@ def flag(default, text):
     return dataclasses.field(default=default, metadata={"help": text})
 
 
+CONTROLS = ("adamw", "lora")  # without sketches
+OPTIMIZERS = (*logra.RULES, "dense_row_adam", *CONTROLS)
+
+
 @dataclasses.dataclass
 class Config:
     """Every setting; those of LoGRA and of the KL control default to the paper's.  Without --model
@@ -132,11 +139,9 @@ class Config:
     eval_data: str | None = flag(None, "JSONL file of held-out rows")
     system: str | None = flag(None, "system turn before every prompt that has none of its own")
     template_kwargs: str = flag("{}", "JSON object of further arguments of the chat template")
-    reward: str = flag(
-        "number", "number, exact, or file.py:f of (completion, row[, token_ids][, finish_reason])"
-    )
+    reward: str = flag("number", "number, exact, math_verify or file.py:f of (completion, row)")
     reward_seconds: float = flag(10.0, "time limit of one call of the reward")
-    out: str | None = flag(None, "run directory; new, or this run's, finished (default: in runs/)")
+    out: str | None = flag(None, "run directory, a new one (default: in runs/)")
     resume: str | None = flag(None, "run directory to go on with, from its last checkpoint")
     seed: int = flag(0, "everything random follows from it")
 
@@ -154,31 +159,22 @@ class Config:
     # GRPO
     updates_per_batch: int = flag(1, "updates made from one rollout batch")
     micro_batch: int = flag(4, "answers in one forward pass; changes memory and speed, no result")
-    advantage: Literal["group", "running_mean"] = flag(
-        "group", "taken off a reward is its group's mean, or that of the steps before (no std)"
-    )
-    divide_by_std: bool = flag(True, "divide advantages by the std of their group")
-    denominator: Literal["tokens", "constant"] = flag(
-        "tokens", "the loss is divided by the tokens it covers, or by answers x --max-new-tokens"
-    )
+    advantage: str = flag("group", "group, running_mean or file.py:f of (rewards[, state])")
+    divide_by_std: bool = flag(True, "--advantage group: divide by the std of the group")
+    objective: str = flag("grpo", "grpo or file.py:f; see logra.grpo_objective")
+    denominator: Literal["tokens", "constant"] = flag("tokens", "of the loss; see README")
     mask_truncated: bool = flag(False, "answers cut at --max-new-tokens add nothing to the loss")
     clip_low: float = flag(0.2, "the ratio is clipped below 1 - this")
     clip_high: float = flag(0.28, "the ratio is clipped above 1 + this")
     checkpointing: bool = flag(True, "recompute activations in backward")
-    dtype: Literal["auto", "float32", "bfloat16"] = flag(
-        "auto", "of compute and engine; auto: bfloat16 on a GPU. Trained weights are float32"
-    )
+    dtype: Literal["auto", "float32", "bfloat16"] = flag("auto", "of compute; bfloat16 on a GPU")
 
     # LoGRA
-    optimizer: Literal[
-        "row_adam", "sketch_muon", "sketch_adam", "sketch_sgd", "dense_row_adam", "adamw", "lora"
-    ] = flag(
-        "row_adam", "row_adam or sketch_muon; the rest are controls (sketch_adam: --refresh 50)"
-    )
+    optimizer: Literal[OPTIMIZERS] = flag("row_adam", "a rule on sketches, or a control")
+    rule: str | None = flag(None, "a rule in place of --optimizer's: file.py:f of (S, state)")
     rank: int = flag(256, "rank r of the sketches")
     targets: list[str] = dataclasses.field(
-        default_factory=list,
-        metadata={"help": "last names of the layers to train; none given: all linear ones"},
+        default_factory=list, metadata={"help": "last names of the layers to train (default: all)"}
     )
     projection: Literal["rademacher", "gaussian"] = flag("rademacher", "distribution of A")
     refresh: int = flag(1, "updates between two draws of A; 0: never redrawn")
@@ -194,9 +190,7 @@ class Config:
     kl_budget_final: float = flag(2e-5, "and the last of --kl-budget-steps, by a cosine")
     kl_budget_steps: int = flag(300, "updates from the first budget to the final one")
     alpha_max: float = flag(3.0, "upper bound of alpha")
-    verify_step: bool = flag(
-        False, "measure the KL of each step and take back the excess (in bfloat16 1e-4 is noise)"
-    )
+    verify_step: bool = flag(False, "measure the KL of each step and take back the excess")
     probe_responses: int = flag(2, "answers of each rank on which KL is predicted")
     kl_check_every: int = flag(10, "updates between measurements of the realised KL; 0: none")
 
@@ -205,9 +199,7 @@ class Config:
     eval_every: int = flag(20, "steps between evaluations")
     eval_samples: int = flag(1, "answers to each held-out row")
     eval_rows: int = flag(0, "the first so many held-out rows; 0: all")
-    eval_temperature: float = flag(
-        1.0, "temperature of evaluations; the first and last are greedy too"
-    )
+    eval_temperature: float = flag(1.0, "the first and last evaluations are greedy as well")
     eval_only: bool = flag(False, "evaluate --model, or --resume RUN or RUN/step-N, and end")
     save_every: int = flag(100, "steps between checkpoints; the last step is always saved")
     summarize: list[str] = dataclasses.field(
@@ -226,12 +218,13 @@ BUILT_IN = """--reward exact --steps 800 --prompts-per-step 32 --max-prompt-toke
     --rank 16 --update-ratio 2e-3 --lr 1e-3 --lr-final 2e-5 --probe-responses 32 --kl-check-every 1
     --kl-budget 3e-2 --kl-budget-final 3e-3 --kl-budget-steps 800 --eval-every 50 --eval-rows 500"""
 
-MAY_BE_0 = ("seed", "refresh", "kl_check_every", "eval_rows", "eval_temperature", "max_length")
-MAY_BE_0 += ("generation_ranks",)
+MAY_BE_0 = "seed refresh kl_check_every eval_rows eval_temperature max_length generation_ranks"
 # A resumed run keeps these
-FIXED = ("model", "data", "seed", "prompts_per_step", "group_size", "max_prompt_tokens", "system")
-FIXED += ("template_kwargs", "optimizer", "rank", "targets", "projection", "refresh")
-WITHOUT_SKETCH = ("adamw", "lora")
+FIXED = """model data seed prompts_per_step group_size max_prompt_tokens system template_kwargs
+    optimizer rule rank targets projection refresh"""
+# Flags that a control does not use
+STEPS = "projection refresh update_ratio kl_control kl_predictor kl_budget alpha_max"
+IDLE = {"adamw": f"rank {STEPS}", "lora": STEPS, "dense_row_adam": "rank projection refresh"}
 
 
 def load_json(path: Path) -> dict:
@@ -249,9 +242,9 @@ def saved_config(run: Path) -> Config:
 
 def absolute(config: Config) -> Config:
     """Its paths made absolute, so that a run can be resumed from another directory."""
-    for name in ("model", "data", "eval_data", "reward"):
+    for name in ("model", "data", "eval_data", "reward", "rule", "advantage", "objective"):
         value = getattr(config, name) or ""
-        path = value.rpartition(":")[0] if name == "reward" else value
+        path = value.rpartition(":")[0] if value.count(".py:") else value
         if path and Path(path).exists():
             setattr(config, name, os.path.abspath(value))
     return config
@@ -285,49 +278,65 @@ def parse(argv) -> Config:
         parser.set_defaults(**saved)
         config = parsed()
         config.out = given if config.eval_only else config.resume
-        for name in FIXED:
+        for name in FIXED.split():
             if (value := getattr(config, name)) != saved[name]:
                 was = f"{dashed(name)} {saved[name]}"
                 raise UserError(f"{config.resume} was made with {was}, not {value}")
     elif config.model is None:
         config = parsed(*BUILT_IN.split())
-    for name, value in vars(config).items():
-        zero = name in MAY_BE_0
-        if type(value) in (int, float) and not (0 < value < math.inf or value == 0 and zero):
-            least = "at least 0" if zero else "at least 1" if type(value) is int else "above 0"
-            raise UserError(f"{dashed(name)} must be {least}, not {value}")
-    if config.clip_low >= 1:
-        raise UserError(f"--clip-low must be below 1, not {config.clip_low}")
-    if config.group_size == 1 and config.advantage == "group":
-        raise UserError("--group-size must be at least 2, not 1, unless --advantage running_mean")
-    if config.eval_only and not (config.eval_data if config.model else config.resume):
-        raise UserError("--eval-only needs --eval-data FILE.jsonl, with --model or --resume RUN")
-    if config.estimate_memory and not config.model:
-        raise UserError("--estimate-memory needs --model DIR_OR_CONFIG_JSON")
-    if config.model and not (config.data or config.eval_only or config.estimate_memory):
-        raise UserError("--model needs --data FILE.jsonl to train on")
-    if not config.model and (config.data or config.eval_data):
-        raise UserError("--data and --eval-data need --model DIR_OR_NAME")
-    started = os.environ.get("WORLD_SIZE", "1")
-    if started != "1" and "TORCHELASTIC_RUN_ID" not in os.environ:
-        raise UserError(f"WORLD_SIZE is {started}, but it is not torchrun that has started this")
-    if not config.estimate_memory and (config.world_size > 1 or config.max_length):
-        raise UserError("--world-size and --max-length are for --estimate-memory; see torchrun")
-    ranks = config.world_size if config.estimate_memory else int(started)
-    trainers = ranks - config.generation_ranks
-    if trainers < 1:
-        raise UserError(f"--generation-ranks {config.generation_ranks} of {ranks} leaves no rank")
-    if (prompts := config.prompts_per_step) < trainers and not config.estimate_memory:
-        raise UserError(f"--prompts-per-step {prompts} is less than the {trainers} training ranks")
-    if config.engine == "hf" and ranks > 1:
-        raise UserError("--engine hf generates with one rank only; use --engine vllm")
-    if not config.keep_layer_norm and not config.optimizer.endswith("row_adam"):
-        raise UserError(f"--no-keep-layer-norm: --optimizer {config.optimizer} keeps no norms")
-    if config.optimizer in WITHOUT_SKETCH:
+    check(config)
+    if config.optimizer in CONTROLS:
         config.sync = "full"  # a step of these has no factors
-        if config.verify_step:
-            raise UserError(f"--verify-step: --optimizer {config.optimizer} has no sketches")
+    given = {word.partition("=")[0].replace("--no-", "--") for word in argv}
+    idle = [dashed(name) for name in IDLE.get(config.optimizer, "").split()]
+    if idle := [name for name in idle if name in given]:
+        say(f"--optimizer {config.optimizer} does not use {', '.join(idle)}")
     return config
+
+
+def check(c: Config) -> None:
+    """Raises UserError, naming the flag, if a setting is out of range or two do not fit."""
+
+    def refuse(wrong, sentence):
+        if wrong:
+            raise UserError(sentence)
+
+    for name, value in vars(c).items():
+        if type(value) in (int, float) and not 0 < value < math.inf:
+            zero = name in MAY_BE_0.split()
+            least = "at least 0" if zero else "at least 1" if type(value) is int else "above 0"
+            refuse(not zero or value != 0, f"{dashed(name)} must be {least}, not {value}")
+    refuse(c.clip_low >= 1, f"--clip-low must be below 1, not {c.clip_low}")
+    alone = c.group_size == 1 and c.advantage == "group"
+    refuse(alone, "--group-size must be at least 2, not 1, unless --advantage running_mean")
+    data = c.eval_data if c.model else c.resume
+    needs = "--eval-only needs --eval-data FILE.jsonl, with --model or --resume RUN"
+    refuse(c.eval_only and not data, needs)
+    needs = "--estimate-memory needs --model DIR_OR_CONFIG_JSON"
+    refuse(c.estimate_memory and not c.model, needs)
+    trains = c.model and not (c.eval_only or c.estimate_memory)
+    refuse(trains and not c.data, "--model needs --data FILE.jsonl to train on")
+    data = c.data or c.eval_data
+    refuse(data and not c.model, "--data and --eval-data need --model DIR_OR_NAME")
+    only = "--world-size and --max-length are for --estimate-memory; see torchrun"
+    refuse(not c.estimate_memory and (c.world_size > 1 or c.max_length), only)
+    keeps = c.keep_layer_norm or c.optimizer.endswith("row_adam") and not c.rule
+    refuse(not keeps, f"--no-keep-layer-norm: {c.rule or c.optimizer} keeps no norms")
+    for name in ("verify_step", "rule"):
+        control = c.optimizer in CONTROLS and getattr(c, name)
+        refuse(control, f"{dashed(name)}: --optimizer {c.optimizer} has no sketches")
+    # Ranks
+    started = os.environ.get("WORLD_SIZE", "1")
+    alone = started != "1" and "TORCHELASTIC_RUN_ID" not in os.environ
+    refuse(alone, f"WORLD_SIZE is {started}, but it is not torchrun that has started this")
+    ranks = c.world_size if c.estimate_memory else int(started)
+    trainers = ranks - c.generation_ranks
+    refuse(trainers < 1, f"--generation-ranks {c.generation_ranks} of {ranks} leaves no rank")
+    few = c.prompts_per_step < trainers and not c.estimate_memory
+    less = f"is less than the {trainers} training ranks"
+    refuse(few, f"--prompts-per-step {c.prompts_per_step} {less}")
+    hf = c.engine == "hf" and ranks > 1
+    refuse(hf, "--engine hf generates with one rank only; use --engine vllm")
 
 
 # ------------------------------------------------------------------------------------------------
@@ -338,6 +347,7 @@ def parse(argv) -> Config:
 # sorted down or left alone, so no amount of imitation passes about 0.3: choosing is left to RL.
 
 
+@functools.lru_cache(maxsize=2)  # an epoch's order is asked for again at each prompt
 def shuffled(n: int, *key) -> list:
     """A permutation of range(n) that follows from the key."""
     generator = torch.Generator().manual_seed(logra.stable_seed(*key))
@@ -460,10 +470,12 @@ def encode(tokenizer, prompt, where, system=None, options=None) -> list:
             fixed = {"add_generation_prompt": True, "return_dict": False}
             return list(tokenizer.apply_chat_template(chat, **fixed, **(options or {})))
         text = "\n\n".join(turn["content"] for turn in chat)
-        ids, end = tokenizer.encode(text), tokenizer.eos_token  # some tokenizers add one
-        if ids[:2] == [tokenizer.bos_token_id] * 2:  # the text's own and the tokenizer's
-            ids = ids[1:]
-        return ids[:-1] if ids[-1:] == [tokenizer.eos_token_id] and not text.endswith(end) else ids
+        ids = tokenizer.encode(text)
+    if ids[:2] == [tokenizer.bos_token_id] * 2:  # the text's own and the tokenizer's
+        del ids[0]
+    if ids[-1:] == [tokenizer.eos_token_id] and not text.endswith(tokenizer.eos_token):
+        del ids[-1]  # some tokenizers add one
+    return ids
 
 
 def template_options(tokenizer, config) -> tuple:
@@ -483,89 +495,60 @@ def template_options(tokenizer, config) -> tuple:
 
 def load_examples(rows, tokenizer, max_tokens, flag_name, *template) -> list:
     """Examples whose prompt fits; longer ones are dropped and counted, never cut."""
-    ids = [encode(tokenizer, row["prompt"], where, *template) for where, row in rows]
-    examples = [Example(i, row, where) for i, (where, row) in zip(ids, rows, strict=True)]
+    examples = [Example(encode(tokenizer, r["prompt"], at, *template), r, at) for at, r in rows]
     kept = [example for example in examples if len(example.ids) <= max_tokens]
     if rows and not kept:
         all_of = f"{flag_name}: all {len(rows)} prompts"
         raise UserError(f"{all_of} are longer than --max-prompt-tokens {max_tokens}")
-    if dropped := len(examples) - len(kept):
-        say(f"{flag_name}: {dropped} of {len(examples)} prompts are too long and are left out")
+    if dropped := len(rows) - len(kept):
+        say(f"{flag_name}: {dropped} of {len(rows)} prompts are too long and are left out")
     return kept
 
 
-# A candidate: a sign that may be its own, and all that is glued to its first digit
-NUMBER = re.compile(r"([-+−–]?)(\.?[0-9][0-9.,/:^*_]*(?:[eE][-+]?[0-9]+)?)")
-PLAIN = r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][-+]?[0-9]{1,3})?"
-MARKED = re.compile(r"####[-+−–$€£\\* \t]*\.?[0-9].*")
-LATEX = [  # what LaTeX writes otherwise; a "*" keeps a product in one piece, which is no number
-    (re.compile(r"([-+−–])\\?[$€£](?=[0-9.])"), r"\1"),
-    (re.compile(r"\\[,!]|\^?\{?\\circ\b"), ""),
-    (re.compile(r"\{,\}"), ","),
-    (re.compile(r"\^\{?[-−]?"), "^"),
-    (re.compile(r"(?<=[0-9}])\s*(?:\\times|\\cdot|×|(?=\\[dt]?frac))\s*"), "*"),
-    (re.compile(r"\\[dt]?frac(?:\{(-?[0-9.,]+)\}\{([0-9.,]+)\}|([0-9])([0-9]))"), r"\1\3/\2\4*"),
-]
-SYMBOLIC = re.compile(r"\\(?!text|math|mbox|left|right|quad)[a-zA-Z]")  # \sqrt, \pi, \pm, ...
+# A box with braces one deep, or #### with a number right behind, since it may be a heading
+MARK = re.compile(r"\\boxed\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\}|####[^\w#\n]*[0-9].*", re.ASCII)
+NUMBER = re.compile(
+    r"((?<![\w)\]}%+−–-])[-+−–])?\\?[$€£]?"  # a sign that touches nothing before it; a currency
+    r"(?<![\w.^/])(?<!\^\{)"  # what comes is no part of a word, a unit or an exponent
+    r"(\.?[0-9][0-9.,:/^*_{}\\!]*(?:[eE][-+]?[0-9]+)?)",  # digits, with all that is glued to them
+    re.ASCII,
+)
+PLAIN = re.compile(
+    r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]*)"  # 1,234 or 1234
+    r"(?:/[1-9][0-9]*|(?:\.[0-9]+)?(?:[eE][-+]?[0-9]{1,3})?)"  # and 3/4, or .5, or e3
+)
+# Not beside a marked number: \sqrt, \pi, \pm, ..., and a sign that does not touch it
+DOUBT = re.compile(r"\\(?!boxed|text|math|mbox|left|right|quad)[a-zA-Z]|[-−–][\s({\\]")
 
 
 def last_number(text: str):
     """The number that a text ends with, as an exact fraction; None if there is none or in doubt.
 
-    - Behind the last `\\boxed{` or `####` (with a number right behind it), only what it marks is
-      read, the box or the rest of the line.  It must hold one number and nothing like `\\sqrt`.
-    - Elsewhere the last number counts.  1234, 1,234, 1.5, .5, 3/4, `\\frac{3}{4}` and 1.5e3 are
-      numbers.  Dates, times, powers, products, 1,23, 1.2.3 and 3`\\frac{1}{2}` are in doubt.
-    - A sign counts if it touches the number (or its currency) and nothing before: 10-5 is 5.
-    - Currency, percent (50% is 50), a unit behind, markup and a full stop are not read.  Digits
-      behind a letter or a ^ belong to a word or a unit: x2, cm^2.
-    Nothing is evaluated, the time is linear, and only the last 10,000 characters of what is left
-    to read count.
+    The last `\\boxed{...}` or `#### ...` must hold one number and nothing like `\\sqrt`; without
+    any, the last number counts.  Nothing is evaluated, and the time is linear.
     """
-    box, marks = text.rfind("\\boxed{"), [*MARKED.finditer(text)]
-    if marks and marks[-1].start() > box:
-        text = marks[-1][0][4:]
-    elif box >= 0:
-        depth, start = 1, box + len("\\boxed{")
-        for brace in re.compile(r"[{}]").finditer(text, start):
-            depth += 1 if brace[0] == "{" else -1
-            if depth == 0:
-                break
-        text = "" if depth else text[start : brace.start()]
-    text = text[-10_000:]
-    for pattern, plain in LATEX:
-        text = pattern.sub(plain, text)
-    found = []
-    for match in reversed([*NUMBER.finditer(text)]):
-        sign, digits = match.groups()
-        before = text[max(match.start() - 3, 0) : match.start()].rstrip("*_")[-1:]
-        if sign or not (before.isalpha() or before in ("^", "/")):
-            own = not (before.isalnum() or before in (*")]}%.+-−–",))
-            digits = "" if before == "." else digits.rstrip(".,:*/_")
-            found.append((own and sign not in ("", "+"), digits))
-            if len(found) == 2:
-                break
-    marked = marks or box >= 0
-    if not found or marked and (len(found) == 2 or SYMBOLIC.search(text)):
+    text = re.sub(r"(?<![0-9])\\[dt]?frac\{(-?[0-9,]+)\}\{([0-9]+)\}", r"\1/\2 ", text)
+    marks = MARK.findall(text)
+    text = marks[-1] if marks else text
+    found = NUMBER.findall(text)
+    if not found or marks and (len(found) > 1 or DOUBT.search(text)):
         return None
-    if marked and not found[0][0] and re.search(r"[-−–][^0-9]*[0-9]", text):
-        return None  # \\boxed{- 18}: a sign that does not touch its number
-    negative, digits = found[0]
-    parts = digits.split("/")
-    if len(digits) > 100 or len(parts) > 2 or not all(re.fullmatch(PLAIN, part) for part in parts):
+    sign, digits = found[-1][0], found[-1][1].rstrip(".,:/*_{}\\!")
+    if len(digits) > 100 or not PLAIN.fullmatch(digits):  # 1,23 or 3:30 or 10^3
         return None
-    over, under = (Fraction(part.replace(",", "")) for part in [*parts, "1"][:2])
-    return (-over if negative else over) / under if under else None
+    number = Fraction(digits.replace(",", ""))
+    return -number if sign in ("-", "−", "–") else number
+
+
+def marked_answer(row: dict) -> str:
+    """The answer of a row, in a box unless a part of it is marked: else all of it counts."""
+    answer = str(row["answer"])
+    return answer if MARK.search(answer) else f"\\boxed{{{answer}}}"
 
 
 def wanted_number(row: dict):
-    """The answer of a row as an exact fraction: a number, or that of a text; or None.  A text that
-    marks nothing is read as strictly as a box: 3`\\sqrt{2}` or (3, 4) is no number."""
-    answer = row["answer"]
-    if not isinstance(answer, str):
-        return Fraction(str(answer))
-    marked = "\\boxed{" in answer or MARKED.search(answer)
-    return last_number(answer if marked else f"\\boxed{{{answer}}}")
+    """The answer of a row as an exact fraction, or None."""
+    return last_number(marked_answer(row))
 
 
 def number_reward(completion: str, row: dict) -> float:
@@ -579,34 +562,108 @@ def exact_reward(completion: str, row: dict) -> float:
     return float(completion.strip() == str(row["answer"]).strip())
 
 
-def asked(function, sample) -> dict:
-    """What a reward gets beside completion and row, if it has arguments of these names."""
-    finish = "stop" if sample.finished else "length"
-    offered = {"token_ids": list(sample.completion), "finish_reason": finish}
-    return {k: offered[k] for k in offered if k in inspect.signature(function).parameters}
+def math_verify_reward(completion: str, row: dict) -> float:
+    """1 if the package math-verify finds completion and answer equal, before the time is up."""
+    import math_verify
+
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that it has no time limit
+    texts = (marked_answer(row), completion)  # without a mark it would take LaTeX for prose
+    try:  # its own time limits would end that of score: both are SIGALRM
+        gold, found = (math_verify.parse(t, parsing_timeout=None) for t in texts)
+        return float(math_verify.verify(gold, found, timeout_seconds=None))
+    except TooSlow:
+        return 0.0  # 9^{9^{9}} is no fault of the run
+
+
+@functools.cache  # the functions of one file share what is global in it
+def load_module(path: str):
+    """The module of a file, under a name of its own, where a dataclass in it looks for itself."""
+    spec = importlib.util.spec_from_file_location(path, path)
+    module = sys.modules[path] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def load_function(flag, name: str, built_in: dict, arguments: tuple, optional: tuple = ()):
+    """The function called `name` in built_in, or, of path.py:function, that of a file.
+
+    It will be called with `arguments`, by position, and with those of `optional` that it has, by
+    name.  Raises UserError, naming flag and function, if there is none or it cannot be called so.
+    """
+    if name in built_in:
+        return built_in[name]
+    path, _, function = name.rpartition(":")
+    if not path.endswith(".py") or not Path(path).is_file():
+        raise UserError(f"{flag} {name}: not {', '.join(built_in)}, and no file.py:function")
+    with blame(f"{flag} {name} cannot be loaded", (Exception, SystemExit)):
+        found = getattr(load_module(os.path.abspath(path)), function)
+        if not callable(found):
+            raise TypeError(f"{function} is not a function")
+        signature = inspect.signature(found)
+        names = [*signature.parameters]
+        signature.bind(*arguments, **{k: None for k in optional if k in names})
+        for place, argument in enumerate(arguments):
+            if argument in names and names.index(argument) != place:
+                raise TypeError(f"it is called as {function}({', '.join(arguments)})")
+        return found
+
+
+REWARDS = {"number": number_reward, "exact": exact_reward, "math_verify": math_verify_reward}
 
 
 def load_reward(name: str):
     """The reward function called `name`.  Raises UserError if there is none."""
-    if name in ("number", "exact"):
-        return {"number": number_reward, "exact": exact_reward}[name]
-    path, colon, function = name.rpartition(":")
-    if not colon or not Path(path).is_file():
-        raise UserError(f"--reward {name}: not number, not exact, and no file.py:function")
-    spec = importlib.util.spec_from_file_location("reward", path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["reward"] = module  # where a dataclass of its own looks for its annotations
-    with blame(f"--reward {name} cannot be loaded", (Exception, SystemExit)):
-        spec.loader.exec_module(module)
-        found = getattr(module, function)
-        if not callable(found):
-            raise TypeError(f"{function} is not a function")
-        signature = inspect.signature(found)
-        signature.bind("", {}, **asked(found, logra.Sample([], [], [], True)))
-        for argument, place in (("completion", 0), ("row", 1)):
-            if argument in signature.parameters and [*signature.parameters][place] != argument:
-                raise TypeError(f"it is called as {function}(completion, row)")
-        return found
+    if name == "math_verify" and not importlib.util.find_spec(name):
+        raise UserError("--reward math_verify needs a package: pip install math-verify")
+    optional = ("token_ids", "finish_reason")
+    return load_function("--reward", name, REWARDS, ("completion", "row"), optional)
+
+
+def checked(what: str, function, shape, has_gradient=False):
+    """A function from a file.  A UserError says what is wrong with it or with what it returns."""
+
+    @functools.wraps(function)
+    def call(*args, **options):
+        with blame(what):
+            result = function(*args, **options)
+        wanted = list(shape(*args))
+        if not torch.is_tensor(result) or list(result.shape) != wanted:
+            found = f"a tensor of shape {list(result.shape)}" if torch.is_tensor(result) else result
+            raise UserError(f"{what} returned {one_line(found)}, not a tensor of shape {wanted}")
+        if not result.isfinite().all():
+            raise UserError(f"{what} returned numbers that are not finite")
+        if has_gradient and not result.requires_grad:
+            raise UserError(f"{what} returned a number that does not depend on logps")
+        return result
+
+    return call
+
+
+def load_seams(config: Config) -> tuple:
+    """The functions rule, advantage and objective, built in or from files.  Raises UserError."""
+
+    def load(flag, name, built_in, shape, *arguments, optional=(), **options):
+        function = load_function(flag, name, built_in, arguments, optional)
+        if name in built_in:
+            return function
+        return checked(f"{flag} {name}", function, shape, **options)
+
+    rules = logra.RULES | dict.fromkeys(("dense_row_adam", *CONTROLS), logra.row_adam)
+    if not config.keep_layer_norm:
+        rules[config.optimizer] = functools.partial(logra.row_adam, keep_layer_norm=False)
+    rule = config.rule or config.optimizer
+    rule = load("--rule", rule, rules, lambda S, state: S.shape, "S", "state")
+    group = functools.partial(logra.group_advantages, divide_by_std=config.divide_by_std)
+    known = {"group": group, "running_mean": logra.running_mean_advantages}
+    found = ("--advantage", config.advantage, known, lambda rewards: rewards.shape, "rewards")
+    advantage = load(*found, optional=("state",))
+    clips = {"clip_low": config.clip_low, "clip_high": config.clip_high}
+    known = {"grpo": functools.partial(logra.grpo_objective, **clips)}
+    found = ("--objective", config.objective, known, lambda *_: (), "logps", "old_logps")
+    objective = load(*found, "engine_logps", "advantages", has_gradient=True)
+    if "state" not in inspect.signature(advantage).parameters:
+        return rule, lambda rewards, state: advantage(rewards), objective
+    return rule, advantage, objective
 
 
 class TooSlow(BaseException):
@@ -621,16 +678,17 @@ def score(function, tokenizer, seconds, sample) -> float:
         raise TooSlow(f"not done after --reward-seconds {seconds:g}")
 
     completion = tokenizer.decode(sample.completion, skip_special_tokens=True)
+    row = copy.deepcopy(sample.row.row)  # it may write to it
+    finish = "stop" if sample.finished else "length"
+    details = {"token_ids": list(sample.completion), "finish_reason": finish}
+    asked = inspect.signature(function).parameters.keys() & details.keys()
     before = signal.signal(signal.SIGALRM, stop)
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
-        row = copy.deepcopy(sample.row.row)  # it may write to it
-        value = float(function(completion, row, **asked(function, sample)))
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:
-        words = repr(error)[:300]
-        raise UserError(f"the reward raised {words} on row {sample.row.where}") from error
+        value = float(function(completion, row, **{name: details[name] for name in asked}))
+    except (Exception, SystemExit, TooSlow) as error:
+        fault = f"the reward raised {repr(error)[:300]}"
+        raise UserError(f"{fault} on row {sample.row.where}") from error
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
@@ -645,14 +703,16 @@ def score(function, tokenizer, seconds, sample) -> float:
 
 
 class DenseAdamW(torch.optim.AdamW):
-    """The control: AdamW on the dense gradients of the same weights, driven by the same loop.
+    """AdamW on the dense gradients of the same weights.
 
     ends: learning rates of update 0 and of update number `updates` - 1, with a cosine between.
     """
 
+    sketches = None
+
     def __init__(self, layers: dict, ends=(1e-6, 1e-7), updates=300, parameters=None):
-        self.sketches, self.layers, self.update, self.sketch_norm = None, layers, 0, 0.0
-        self.ends, self.updates = ends, updates
+        self.layers, self.ends, self.updates = layers, ends, updates
+        self.update, self.sketch_norm = 0, 0.0
         parameters = parameters or [module.weight for module in layers.values()]
         super().__init__(parameters, ends[0], (0.9, 0.95), weight_decay=0)
 
@@ -677,40 +737,34 @@ class DenseAdamW(torch.optim.AdamW):
     def state_dict(self) -> dict:
         """As torch.optim's, the moments whole, so that they fit any number of ranks."""
         state = super().state_dict()
-        moments = {
-            i: {k: logra.whole(v).cpu() for k, v in m.items()} for i, m in state["state"].items()
-        }
+        moments = {i: logra.whole_state(of_one) for i, of_one in state["state"].items()}
         return {**state, "state": moments, "update": self.update}
 
     def load_state_dict(self, state: dict) -> None:
         """Each rank takes its rows of the moments; the learning rate stays this run's."""
-        for i, moments in state["state"].items():
-            W = self.param_groups[0]["params"][i]
-            for name, M in moments.items():
-                if isinstance(W, DTensor) and M.shape == W.shape:
-                    moments[name] = distribute_tensor(M, W.device_mesh, W.placements)
+        for W, (i, moments) in zip(self.param_groups[0]["params"], state["state"].items()):
+            if isinstance(W, DTensor):
+                state["state"][i] = logra.own_state(moments, len(W))
         self.update = state["update"]
         super().load_state_dict(state)
 
 
 class LoRA(DenseAdamW):
-    """The other control: W = W_0 + B A of the same rank, AdamW on A and B (arXiv 2106.09685).
+    """W = W_0 + B A of the same rank, AdamW on A and B (arXiv 2106.09685).
 
     W is kept merged, so that engine and checkpoints see it as they see any other W.  The adapters
     are small, and every rank has them whole.
     """
 
-    def __init__(self, layers: dict, rank, ends=(1e-4, 1e-5), updates=300, seed=0):
+    def __init__(self, layers: dict, r, ends=(1e-4, 1e-5), updates=300, seed=0):
         self.adapters = {}
         for path, module in layers.items():
             W = logra.local(module.weight)  # [own d_out, d_in]
-            A = logra.make_projection(
-                rank, W.shape[1], logra.stable_seed("lora", seed, path), "gaussian"
-            )
-            A = (A * (rank / W.shape[1]) ** 0.5).to(W)  # [r, d_in], entries of variance 1 / d_in
-            B = W.new_zeros(module.out_features, rank)  # [d_out, r]: W starts where it was
+            generator = logra.seeded(logra.stable_seed("lora", seed, path))
+            A = torch.randn(r, W.shape[1], generator=generator) * W.shape[1] ** -0.5  # [r, d_in]
+            B = W.new_zeros(module.out_features, r)  # [d_out, r]: W starts where it was
             module.weight.requires_grad_(False)  # only the adapters have gradients
-            self.adapters[path] = (torch.nn.Parameter(A), torch.nn.Parameter(B))
+            self.adapters[path] = (torch.nn.Parameter(A.to(W)), torch.nn.Parameter(B))
             module.forward = functools.partial(self.forward, path, module)
         parameters = [p for pair in self.adapters.values() for p in pair]
         super().__init__(layers, ends, updates, parameters)
@@ -726,14 +780,15 @@ class LoRA(DenseAdamW):
 
     @torch.no_grad()
     def step(self, alpha: float = 1.0) -> None:
-        """W <- W - B A (before) + B A (after), on the owned rows."""
-        for sign in (-1, 1):
-            for path, (A, B) in self.adapters.items():
-                logra.local(self.layers[path].weight).addmm_(
-                    logra.own_rows(B.detach()), A, alpha=sign
-                )
-            if sign < 0:
-                super().step()
+        """W <- W - B A (before) + B A (after), on the rows of this rank."""
+        self.merge(-1)
+        super().step()
+        self.merge(1)
+
+    def merge(self, sign: int) -> None:
+        for path, (A, B) in self.adapters.items():
+            W = logra.local(self.layers[path].weight)
+            W.addmm_(logra.own_rows(B.detach()), A, alpha=sign)
 
     def state_dict(self) -> dict:
         """As DenseAdamW's, with A and B."""
@@ -761,9 +816,12 @@ def model_config(path):
     return config
 
 
-def load_model(path: str, flag_name: str):
+def load_model(path, flag_name: str):
     """The model as it is stored, its weights in mapped files; its tokenizer; and its dtype."""
+    is_name = re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", str(path))  # of the hub, perhaps
     here = "" if Path(path).is_dir() else "is no directory here, and "
+    if here and (not is_name or "/" in path and Path(path).parent.is_dir()):  # the hub is not asked
+        raise UserError(f"{flag_name} {path} {here}no name of the hub")
     with blame(f"{flag_name} {path} {here}cannot be loaded"):
         if (Path(path) / "adapter_config.json").exists():
             raise ValueError("it holds adapters; merge them into the model first")
@@ -781,6 +839,27 @@ def load_model(path: str, flag_name: str):
     model.config.tie_word_embeddings = tied
     model.generation_config.do_sample = True  # or a temperature in it makes saving impossible
     return model.eval(), tokenizer, stored
+
+
+def check_targets(model, layers, config: Config) -> None:
+    """Raises UserError if these layers cannot be trained, or are not what the user may think."""
+    name, stack = f"--model: {type(model).__name__}", logra.decoder_layers(model)
+    if hasattr(model, "peft_config"):
+        raise UserError(f"{name} has adapters attached; merge them first")
+    if getattr(model, "tp_size", None):
+        raise UserError(f"the weights of {name} are split by tensor parallelism")
+    # Matrices that are no nn.Linear: the experts of a mixture, the Conv1D of GPT-2
+    matrices = {n: p.numel() for n, p in stack.named_parameters() if p.ndim > 1}
+    linear = {f"{n}.weight" for n, m in stack.named_modules() if isinstance(m, torch.nn.Linear)}
+    others = {n: size for n, size in matrices.items() if n not in linear}
+    if sum(others.values()) > 0.1 * sum(matrices.values()) and not config.targets:
+        part = f"{sum(others.values()) / sum(matrices.values()):.0%} of the weights of {name}"
+        such = f"such as {max(others, key=others.get)}, are in no nn.Linear and would stay frozen"
+        raise UserError(f"{part}, {such}; name what to train by --targets")
+    widest = max(module.in_features for module in layers.values())
+    if config.rank > widest and config.optimizer not in ("adamw", "dense_row_adam"):
+        inputs = f"the {widest} inputs of the widest layer"
+        raise UserError(f"--rank {config.rank} is more than {inputs}: no sketch is so large")
 
 
 @torch.no_grad()
@@ -907,48 +986,70 @@ def restore(state, path, optimizer, control) -> int:
 # ------------------------------------------------------------------------------------------------
 
 
+def append(path: Path, record: dict) -> None:
+    """A line of a journal, on the disk at once, by rank 0 alone."""
+    if logra.my_rank() == 0:
+        with open(path, "a") as file:
+            file.write(json.dumps(record) + "\n")
+
+
+def journal(path: Path) -> list:
+    """Its records, without half a line that a killed run has left.  Raises UserError."""
+    with blame(f"{path} cannot be read"):
+        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+        return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def cut_journals(out: Path, step: int) -> None:
+    """Leave out what a run that goes on from `step` writes again."""
+    for path in (out / "metrics.jsonl", out / "samples.jsonl"):
+        if logra.my_rank() == 0:
+            kept = [json.dumps(r) + "\n" for r in journal(path) if r["step"] <= step]
+            aside = path.with_suffix(".partial")
+            aside.write_text("".join(kept))
+            aside.rename(path)  # at no time is there only half of it
+
+
+def evaluated(out: Path, step: int) -> bool:
+    """Whether the journal has the evaluation of this step."""
+    return any(r["step"] == step and "eval_accuracy" in r for r in journal(out / "metrics.jsonl"))
+
+
 def wilson(share: float, n: int, z=1.96) -> list:
     """The 95% interval of a share of n (Wilson 1927)."""
     half = z * math.sqrt(max(share * (1 - share), 0) / n + z * z / (4 * n * n))
-    ends = ((share + z * z / (2 * n) + sign * half) / (1 + z * z / n) for sign in (-1, 1))
-    return [min(max(end, 0.0), 1.0) for end in ends]  # without what rounding puts beyond
+    ends = share + z * z / (2 * n) + np.array([-half, half])
+    return (ends / (1 + z * z / n)).clip(0, 1).tolist()  # rounding may put them beyond
+
+
+def with_interval(share: float, interval) -> str:
+    return f"{share:.3f}" + (" [{:.3f}, {:.3f}]".format(*interval) if interval else "")
 
 
 def evaluate(generator, examples, reward, config, temperature):
     """What --eval-only prints, and the samples of this rank; the same draws every time.
 
-    mean_at_k: mean reward of the k answers to a row; a penalty counts as 0, so that it is the share
-    that is right if rewards are 1 and -0.01.  pass_at_k: share of rows of which an answer has a
-    reward above 0; the unbiased 1 - C(n - c, k) / C(n, k) of n = k answers, c of them right.
-    interval: Wilson's of mean_at_k, counting rows, since answers to one row are not independent;
-    None where a reward is above 1.
+    mean_at_k: mean reward of the k answers to a row; a penalty counts as 0, so that 1 and -0.01
+    give the share that is right.  pass_at_k: share of rows with an answer that has a reward above
+    0.  interval: Wilson's of mean_at_k, counting rows, since answers to one row are not
+    independent; None where a reward is above 1.
     """
-    repeats = config.eval_samples if temperature else 1
-    chosen = [(i, k) for i in range(len(examples)) for k in range(repeats)]
-    share = chosen[logra.my_rank() :: logra.world()]
-    prompts = [examples[i].ids for i, _ in share]
-    seeds = [logra.stable_seed("eval", config.seed, i, k) for i, k in share]
-    table = torch.zeros(len(examples), 4, dtype=torch.float64)  # sum, right, above 1, answers
+    rows, k = len(examples), config.eval_samples if temperature else 1
+    mine = range(rows)[logra.my_rank() :: logra.world()]
+    asked = [examples[i] for i in mine for _ in range(k)]
+    seeds = [logra.stable_seed("eval", config.seed, i, j) for i in mine for j in range(k)]
     with logra.together():
+        prompts = [example.ids for example in asked]
         samples = generator.generate(prompts, seeds, config.max_new_tokens, temperature)
-        for (i, _), sample in zip(share, samples, strict=True):
-            sample.row = examples[i]
-            sample.reward = r = reward(sample)
-            table[i] += torch.tensor([max(r, 0), r > 0, r > 1, 1], dtype=table.dtype)
-    total, right, above, answers = logra.rank_sum(table).unbind(1)
-    rows, mean = int((answers == repeats).sum()), (total.sum() / answers.sum()).item()
-    return {
-        "rows": rows,
-        "samples_per_row": repeats,
-        "mean_at_k": mean,
-        "pass_at_k": (right > 0).sum().item() / rows,
-        "interval": None if above.any() else wilson(mean, rows),
-    }, samples
-
-
-def with_interval(share: float, interval) -> str:
-    """A share with its interval, if it has one."""
-    return f"{share:.3f}" + (" [{:.3f}, {:.3f}]".format(*interval) if interval else "")
+        for example, sample in zip(asked, samples, strict=True):
+            sample.row = example
+            sample.reward = reward(sample)
+    rewards = torch.tensor([s.reward for s in samples], dtype=torch.float64).view(len(mine), k)
+    sums = [rewards.clamp(min=0).sum(), (rewards > 0).any(1).sum(), (rewards > 1).sum()]
+    total, passed, above = logra.rank_sum(torch.tensor(sums, dtype=torch.float64)).tolist()
+    share = total / (rows * k)
+    found = {"rows": rows, "samples_per_row": k, "mean_at_k": share, "pass_at_k": passed / rows}
+    return found | {"interval": None if above else wilson(share, rows)}, samples
 
 
 def step_line(m: dict) -> str:
@@ -968,73 +1069,83 @@ def step_line(m: dict) -> str:
 
 
 def curve(lines, marks="*", width=60, height=10) -> str:
-    """Curves of (step, accuracy) in text, accuracy from 0 to 1; a later one lies on top."""
-    last = max(*(points[-1][0] for points in lines), 1)
-    cells = [[" "] * width for _ in range(height)]
+    """Curves of (step, share) in text, shares from 0 to 1; a later one lies on top."""
+    last = max(1, *(points[-1][0] for points in lines))
+    cells = np.full((height, width), " ")
     for points, mark in zip(lines, marks, strict=False):
-        for column in range(width):
-            at = column / (width - 1) * last
-            if at > points[-1][0] + 1e-9:
-                break  # this one is shorter
-            y = int(height * np.interp(at, *zip(*points, strict=True)))
-            cells[height - 1 - max(0, min(y, height - 1))][column] = mark
-    axis = [f"{(height - 1 - i) / height:4.1f} |" for i in range(height)]  # the row's lower edge
-    rows = [a + "".join(row).rstrip() for a, row in zip(axis, cells, strict=True)]
+        steps, shares = np.array(points).T
+        at = np.linspace(0, last, width)
+        at = at[at <= steps[-1] + 1e-9]  # a shorter run ends sooner
+        level = (np.interp(at, steps, shares) * height).clip(0, height - 1).astype(int)
+        cells[level, np.arange(len(at))] = mark
+    rows = [f"{y / height:4.1f} |{''.join(cells[y]).rstrip()}" for y in range(height)]
     steps = f"{0:<6}{'step':^{width - 12}}{last:>6}"
-    return "\n".join([*rows, "     +" + "-" * width, " " * 6 + steps])
+    return "\n".join([*rows[::-1], "     +" + "-" * width, " " * 6 + steps])
 
 
 def table(rows) -> str:
     """Dicts of like keys as lines of columns; None is a dash."""
 
     def cell(x):
-        if x is None or isinstance(x, bool):
-            return {None: "-", True: "yes", False: "no"}[x]
-        return f"{x:.3f}" if isinstance(x, float) else str(x)
+        text = f"{x:.3f}" if isinstance(x, float) else str(x)
+        return {"None": "-", "True": "yes", "False": "no"}.get(text, text)
 
     texts = [[*rows[0]], *([cell(x) for x in row.values()] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
     return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in texts)
 
 
+CURVES = ("reward", "eval_accuracy")  # what --summarize tells by step
+
+
+def column(records, key: str) -> list:
+    """The values that there are."""
+    return [r[key] for r in records if r.get(key) is not None]
+
+
 def read_run(run: Path):
     """(Config, row of the table, records) of a run.  Raises UserError unless it is finished."""
-    config = saved_config(run)
-    with blame(f"{run}/metrics.jsonl cannot be read"):
-        records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-        updates, evaluations = ([r for r in records if k in r] for k in ("update", "eval_accuracy"))
-        at = min(part[-1]["step"] for part in (updates, evaluations or updates)) if updates else 0
-        if at < config.steps:
-            raise UserError(f"{run} is not finished: step {at} of {config.steps}")
-        scores = [r["eval_accuracy"] for r in evaluations] or [None]
-        row = {"out": str(run), **{k: getattr(config, k) for k in ("optimizer", "seed", "steps")}}
-        row |= {"accuracy_before": scores[0], "accuracy": scores[-1]}
-        row["greedy"] = records[-1].get("greedy")
-        row["collapsed"] = scores[-1] < max(scores) / 2 if evaluations else None
-        row["seconds"] = sum(sum(r["seconds"].values()) for r in updates)
-        row["peak_gib"] = max(r["peak_gib"] for r in updates)
+    config, records = saved_config(run), journal(run / "metrics.jsonl")
+    scored = [r for r in records if "eval_accuracy" in r]  # each after the updates of its step
+    step = max(column(scored or records, "step"), default=0)
+    if step < config.steps:
+        raise UserError(f"{run} is not finished: step {step} of {config.steps}")
+    scores = column(scored, "eval_accuracy") or [None]
+    row = {"out": str(run), "optimizer": config.optimizer, "seed": config.seed}
+    row |= {"steps": config.steps, "accuracy_before": scores[0], "accuracy": scores[-1]}
+    row["greedy"] = records[-1].get("greedy")
+    row["collapsed"] = scores[-1] < max(scores) / 2 if scored else None
+    row["seconds"] = sum(sum(phases.values()) for phases in column(records, "seconds"))
+    row["peak_gib"] = max(column(records, "peak_gib"))
     return config, row, records
 
 
-def complete(config: Config) -> bool:
-    """Whether --out holds a run of this very configuration, saved at its last step."""
-    if not config.out or config.resume or not Path(config.out, f"step-{config.steps}").exists():
-        return False
-    with contextlib.suppress(UserError):
-        saved = dataclasses.replace(read_run(Path(config.out))[0], out=config.out, resume=None)
-        dtype = saved.dtype if config.dtype == "auto" else config.dtype
-        return saved == dataclasses.replace(config, dtype=dtype)
-    return False
+def grouped(runs) -> dict:
+    """{name: [(row, records)]}: runs that differ in nothing but seed and directory, by the flags
+    that not all runs share."""
+    own = ("seed", "out", "resume")
+    flags = [[f"{k}={v}" for k, v in vars(run[0]).items() if k not in own] for run in runs]
+    shared, groups = set.intersection(*map(set, flags)), {}
+    for mine, (_, *run) in zip(flags, runs, strict=True):
+        name = " ".join(flag for flag in mine if flag not in shared) or "all runs"
+        groups.setdefault(name, []).append(run)
+    return groups
 
 
 def accuracy_after(seconds: float, records) -> float:
     """Held-out accuracy when the updates have taken so many seconds, a line between evaluations."""
-    spent, points = 0.0, []
+    spent = np.cumsum([sum(r.get("seconds", {}).values()) for r in records])
+    scored = ["eval_accuracy" in r for r in records]
+    return float(np.interp(seconds, spent[scored], column(records, "eval_accuracy")))
+
+
+def mean_by_step(records, key: str) -> list:
+    """[(step, mean)] of the records that have the key."""
+    found = {}
     for r in records:
-        spent += sum(r.get("seconds", {}).values())
-        if "eval_accuracy" in r:
-            points.append((spent, r["eval_accuracy"]))
-    return float(np.interp(seconds, *zip(*points, strict=True)))
+        if key in r:
+            found.setdefault(r["step"], []).append(r[key])
+    return [(step, mean(values)) for step, values in sorted(found.items())]
 
 
 def kl_statistics(records) -> dict:
@@ -1043,56 +1154,45 @@ def kl_statistics(records) -> dict:
     found = [r for r in records if r.get("kl_predicted") and r.get("kl_realised") is not None]
     if not found:
         return {"updates": 0}
-    predicted, budget = (
-        np.array([r["kl_realised"] / r[over] for r in found]) for over in ("kl_predicted", "budget")
-    )
-    low, median, high, worst = np.quantile(predicted, (0.05, 0.5, 0.95, 1)).tolist()
+    realised = np.array(column(found, "kl_realised"))
+    ratios, spent = (realised / column(found, key) for key in ("kl_predicted", "budget"))
+    low, median, high, worst = np.quantile(ratios, (0.05, 0.5, 0.95, 1)).tolist()
     columns = {"updates": len(found), "median": median, "5%": low, "95%": high, "worst": worst}
-    return columns | {"within": (budget < 1.1).mean().item(), "largest": budget.max().item()}
+    return columns | {"within": float(np.mean(spent < 1.1)), "largest": float(max(spent))}
+
+
+def group_row(name: str, runs, seconds: float) -> dict:
+    """What is said of a group; mean_then: accuracy after so many seconds."""
+    rows, records = [row for row, _ in runs], [r for _, records in runs for r in records]
+    accuracy = column(rows, "accuracy")
+    then = [accuracy_after(seconds, records) for _, records in runs] if accuracy else []
+    group = {"group": name, "n": len(runs), "seeds": column(rows, "seed")}
+    group["mean"] = mean(accuracy) if accuracy else None
+    group["sd"] = stdev(accuracy) if len(accuracy) > 1 else None
+    group["collapsed"] = sum(column(rows, "collapsed"))
+    group |= {"seconds": mean(column(rows, "seconds")), "peak_gib": max(column(rows, "peak_gib"))}
+    group |= {"mean_then": mean(then) if then else None, "kl": kl_statistics(records)}
+    return group | {key: mean_by_step(records, key) for key in CURVES}
 
 
 def summarize(paths) -> None:
     """--summarize: a row a run; a row, and mean curves, a group of runs that differ in nothing
     but seed and directory; and the same as JSON.  Raises UserError if no run is finished."""
-    rows, members, groups = [], {}, []
+    runs = []
     for path in paths:
         try:
-            config, row, records = read_run(Path(path))
+            runs.append(read_run(Path(path)))
         except UserError as error:
             say(f"left out: {error}")
-            continue
-        same = dataclasses.asdict(dataclasses.replace(config, seed=0, out=None, resume=None))
-        members.setdefault(json.dumps(same), []).append((row, records))
-        rows.append(row)
-    if not rows:
+    if not runs:
         raise UserError(f"--summarize: no finished run among {len(paths)} paths")
-    settings = [json.loads(key) for key in members]
-    differ = [k for k in settings[0] if any(s[k] != settings[0][k] for s in settings)]
-    marks, curves = string.ascii_letters * len(rows), {"reward": [], "eval_accuracy": []}
-    for known, runs in zip(settings, members.values(), strict=True):
-        values = {k: [row[k] for row, _ in runs if row[k] is not None] for k in rows[0]}
-        accuracy, n = values["accuracy"], len(runs)
-        group = {"group": " ".join(f"{k}={known[k]}" for k in differ) or "all runs", "n": n}
-        group["seeds"] = values["seed"]
-        group["mean"] = statistics.mean(accuracy) if accuracy else None
-        group["sd"] = statistics.stdev(accuracy) if accuracy and n > 1 else None
-        group |= {"collapsed": sum(values["collapsed"]), "seconds": sum(values["seconds"]) / n}
-        group |= {"peak_gib": max(values["peak_gib"])}
-        groups.append(group | {"kl": kl_statistics([r for _, records in runs for r in records])})
-        for key, lines in curves.items():
-            found = {}
-            for r in (r for _, records in runs for r in records if key in r):
-                found.setdefault(r["step"], []).append(r[key])
-            lines.append([(step, statistics.mean(found[step])) for step in sorted(found)])
-            groups[-1][key] = lines[-1]
-    quickest = min(group["seconds"] for group in groups)
-    for group, runs in zip(groups, members.values(), strict=True):
-        scored = runs if group["mean"] is not None else ()
-        then = [accuracy_after(quickest, records) for _, records in scored]
-        group["mean_then"] = statistics.mean(then) if then else None
+    rows, members = [row for _, row, _ in runs], grouped(runs)
+    quickest = min(mean(row["seconds"] for row, _ in group) for group in members.values())
+    groups = [group_row(name, group, quickest) for name, group in members.items()]
+    marks = string.ascii_letters * len(groups)
     marked = [{"": mark, **group} for mark, group in zip(marks, groups, strict=False)]
-    plain = [{k: v for k, v in g.items() if k not in ("kl", *curves)} for g in marked]
-    kls = [{"": g[""], **g["kl"]} for g in marked if g["kl"]["updates"]]
+    plain = [{k: v for k, v in group.items() if k not in ("kl", *CURVES)} for group in marked]
+    kls = [{"": group[""], **group["kl"]} for group in marked if group["kl"]["updates"]]
     print(f"{table(rows)}\n\n{table(plain)}\n")
     print("collapsed: accuracy ends below half of its best; sd: divided by n - 1")
     print("seconds: all phases of all updates, without start, evaluations and checkpoints")
@@ -1100,123 +1200,81 @@ def summarize(paths) -> None:
     if kls:
         print(f"\nrealised KL over predicted, and over its budget\n{table(kls)}")
         print("within: share of updates that spend less than 1.1 of their budget")
-    for key, lines in curves.items():
+    for key in CURVES:
+        lines = [group[key] for group in groups]
         if all(lines):
             print(f"\n{key}, mean of a group\n{curve(lines, marks)}")
     print(json.dumps({"runs": rows, "groups": groups}))
-
-
-def append(path: Path, record: dict) -> None:
-    """A line of a journal, on the disk at once, by rank 0 alone."""
-    if logra.my_rank() == 0:
-        with open(path, "a") as file:
-            file.write(json.dumps(record) + "\n")
-
-
-def cut_journals(out: Path, step: int) -> None:
-    """Leave out half lines and what a run that goes on from `step` writes again; 0: everything."""
-    for path in (out / "metrics.jsonl", out / "samples.jsonl"):
-        if path.exists() and logra.my_rank() == 0:
-            lines = [line for line in path.read_text().splitlines(True) if line.endswith("\n")]
-            kept = [line for line in lines if step and json.loads(line)["step"] <= step]
-            path.with_suffix(".partial").write_text("".join(kept))
-            path.with_suffix(".partial").rename(path)
-
-
-def evaluated(out: Path, step: int) -> bool:
-    """Whether the journal has the evaluation of this step."""
-    path = out / "metrics.jsonl"
-    records = map(json.loads, path.read_text().splitlines() if path.exists() else ())
-    return any("eval_accuracy" in r and r["step"] == step for r in records)
 
 
 # ------------------------------------------------------------------------------------------------
 # Memory estimate: where the bytes of one training rank go
 # ------------------------------------------------------------------------------------------------
 
-# Each term is a tensor of logra.py or of the Llama-like model that it runs; the tests hold their
-# sums against a simulation of that code and against a real update.
+# Each term is a tensor of this code or of the Llama-like model that it runs.  What never decides
+# is left out, such as the KL probe's pass through the layers: backward's takes more from 14 layers
+# on.  The tests hold the peak against a simulation of many ranks and an update on one.
 
 
-def memory_terms(model, config: Config, method: str, stored: int):
-    """{term: bytes} that stay from step to step, and {phase: {term: bytes}} that come on top.
+def rank_memory(model, config: Config, method: str, stored: int) -> dict:
+    """{term: GiB} of a rank: what stays from update to update, and what the phase of the peak adds.
 
     method: "adamw", "lora" or "logra".  stored: bytes of a number in the model's files.
-    An update has several micro-batches: gradients of the first lie there while the last runs.
     """
-    layers = logra.find_targets(model, config.targets).values()
-    blocks, shape = logra.decoder_layers(model), model.config.get_text_config()
-    every = [m for m in blocks.modules() if isinstance(m, torch.nn.Linear)]
-    r, ours, ranks = config.rank, method == "logra", config.world_size - config.generation_ranks
-    # Numbers: of the trained weights, the widest of them, a whole layer, and what is frozen
-    weights, widest = (f(m.weight.numel() for m in layers) for f in (sum, max))
+    targets = logra.find_targets(model, config.targets).values()
+    blocks, H = logra.decoder_layers(model), model.config.get_text_config().hidden_size
+    ours, r, ranks = method == "logra", config.rank, config.world_size - config.generation_ranks
+    # Bytes of a number: in compute; in embedding and head; in the states between the layers
+    size = 2 if config.dtype == "bfloat16" else 4
+    stored, between = (stored, size) if ranks > 1 else (4, 4)
     layer = max(sum(p.numel() for p in block.parameters()) for block in blocks)
     head = model.get_output_embeddings().weight
-    frozen = head.numel() * (1 if head is model.get_input_embeddings().weight else 2)
-    others = model.num_parameters() - weights - frozen
-    d_out, widths = sum(m.out_features for m in layers), sum({m.in_features for m in layers})
-    # Bytes of a number: a in compute; in embedding and head; in the hidden states between layers
-    a = 2 if config.dtype == "bfloat16" else 4
-    stored, between = (stored, a) if ranks > 1 else (4, 4)
-    # Bytes of an activation of all tokens of a pass: hidden states, those in float32, the MLP's
-    tokens, heads = config.micro_batch * config.max_length, shape.num_attention_heads
-    hidden, norm = (tokens * shape.hidden_size * size for size in (between, 4))
-    inner = tokens * max(m.in_features for m in every) * a
-    head_dim = getattr(shape, "head_dim", None) or shape.hidden_size // heads
-    kv_heads = getattr(shape, "num_key_value_heads", None) or heads
-    q, kv = (tokens * n * head_dim * a for n in (heads, kv_heads))
-    logits = 4 * min(tokens, max(1, 2**24 // len(head))) * len(head)  # of a chunk, in float32
-    # A layer keeps for backward: gate, up, act(gate) and, for a dense gradient, their product; two
-    # norms; q, k, v, attention; and the inputs X, in whose place LoGRA has the four X A^T
-    kept = (3 if ours else 4) * inner + 2 * norm + 2 * q + 2 * kv
-    kept += 4 * tokens * r * a if ours else 2 * hidden
-    moving = (3 if ours else 2) * inner + 3 * hidden  # gradients between its operations
-    activations = {"inputs of all layers": len(blocks) * hidden}
-    working = {"one layer's activations": kept + moving}
-    if not config.checkpointing:
-        activations = {"activations of all layers": len(blocks) * kept}
-        working = {"one layer's gradients of them": moving}
-    # FSDP gathers a layer while another runs, and the head is made whole.  On one rank autocast
-    # casts: the backward of SketchLinear one weight at a time, autograd's all of a layer.
-    cast = (widest if ours else layer) * a * (a < 4)
-    gathered = {"gathered or cast layers": 2 * layer * a if ranks > 1 else cast}
-    whole_head = {"gathered head": head.numel() * stored * (ranks > 1)}
-    passes = -(-config.probe_responses // config.micro_batch)
-
+    ends = head.numel() * (1 if head is model.get_input_embeddings().weight else 2)
+    d_out, d_in = sum(m.out_features for m in targets), sum({m.in_features for m in targets})
+    # What Adam trains on this rank; the adapters are small, and every rank has them whole
+    trained = {"adamw": sum(m.weight.numel() for m in targets) // ranks, "logra": 0}
+    trained["lora"] = r * sum(m.in_features + m.out_features for m in targets)
+    gradients = 4 * trained[method]
     stay = {
-        "trained weights, float32": weights * 4 // ranks,
-        "embedding and head": frozen * stored // ranks,
-        "norms, biases, what is not trained": others * 4 // ranks,
+        "layers, float32": 4 * (model.num_parameters() - ends) // ranks,
+        "embedding and head": stored * ends // ranks,
+        "adapters": gradients if method == "lora" else 0,
+        "Adam's two moments": 2 * gradients,
+        "S, then U; v": 4 * (r + 1) * d_out // ranks if ours else 0,
+        "projections A": 4 * r * d_in if ours else 0,
     }
-    if ours:
-        stay |= {"S, then U; v": 4 * (r + 1) * d_out // ranks, "projections A": 4 * r * widths}
-        gradients, step = {}, {"factors F": 2 * r * d_out}
-    else:
-        adapters = r * sum(m.in_features + m.out_features for m in layers)  # whole on every rank
-        size = 4 * (adapters if method == "lora" else weights // ranks)
-        stay |= {"adapters": size * (method == "lora"), "Adam's two moments": 2 * size}
-        gradients = {"gradients": size}
-        step = gradients | {"root of the second moment": size}
-    phases = {"backward": gradients | activations | gathered | working, "step": step}
-    if method == "adamw":  # one as it is made, and those of a layer in float32 to be summed
-        dense = widest * a + 4 * (layer if ranks > 1 else widest)
-        phases["backward"]["gradients of a layer"] = dense
-    phases["head"] = gradients | activations | whole_head
-    phases["head"] |= {"cast head": head.numel() * 2 * (a < stored)}
-    phases["head"] |= {"final hidden states": norm + 2 * hidden, "logits of a chunk": 4 * logits}
-    # Hidden states before and after; logits, over T, log-softmax, ratio, phi's series and powers
-    final = {"final hidden states": 2 * passes * hidden, "logits of a chunk": 9 * logits}
-    phases["realised KL"] = whole_head | final | (step if ours else {})
-    if ours:
-        # The predicted KL.  MLP: the tangents of gate and up, up with its own before U, silu and
-        # its derivative, both parts of the product's tangent, X A^T U^T.  Attention: value and
-        # tangent of q, k, v, its output, and of a block of scores, a sum, a product, a cast each.
-        scores = heads * tokens * min(128, config.max_length)
-        pair = 7 * hidden + max(9 * inner, 8 * q + scores * (9 * a + 3 * 4))
-        mask = config.micro_batch * config.max_length**2 * a
-        final = {"final hidden states": 2 * (passes - 1) * hidden, "attention mask": mask}
-        phases["probe"] = gathered | final | {"one layer's values and tangents": pair}
-    return stay, phases
+    tokens = config.micro_batch * config.max_length
+    states, one = between * tokens * H, size * tokens  # bytes of hidden states; of 1 number a token
+    # For backward a layer keeps what its linear layers, the activation, attention and two norms
+    # give, and the inputs X, in whose place LoGRA has four X A^T; then gradients pass through it
+    linear = [m for m in blocks[0].modules() if isinstance(m, torch.nn.Linear)]
+    inner = max(m.in_features for m in linear)  # of the MLP
+    kept = one * (sum(m.out_features for m in linear) + inner + 3 * H)
+    kept += one * (4 * r if ours else inner + 2 * H)
+    moving = one * 3 * (inner + H)
+    # A checkpointed layer keeps its input alone, and makes the rest again
+    saved, working = (states, kept + moving) if config.checkpointing else (kept, moving)
+    before = {"gradients": gradients, "saved for backward": len(blocks) * saved}
+    # Several ranks make the head whole, and two layers at a time
+    whole_head = {"head made whole": stored * head.numel() if ranks > 1 else 0}
+    logits = 4 * min(tokens, max(1, 2**24 // len(head))) * len(head)  # of a chunk, in float32
+    phases = {
+        "head": before | whole_head | {"a chunk of logits": 4 * logits},
+        "backward": before | {"activations of a layer": working},
+        "step": {"gradients": gradients, "root of the second moment": gradients},
+    }
+    phases["head"]["cast of the head"] = size * head.numel() if size < stored else 0
+    phases["backward"]["two layers made whole"] = 2 * size * layer if ranks > 1 else 0
+    if method == "adamw":
+        phases["backward"]["gradients of a layer"] = 4 * layer  # in float32, to be summed
+    if ours:  # the probe's hidden states before and after the step
+        states *= 2 * -(-config.probe_responses // config.micro_batch)
+        final = {"final hidden states": states, "a chunk of logits": 9 * logits}
+        phases["realised KL"] = {"factors F": 2 * r * d_out} | whole_head | final
+    adds, phase = max((sum(terms.values()), phase) for phase, terms in phases.items())
+    resident = sum(stay.values())
+    terms = {"resident": resident, **stay, "peak": resident + adds, **phases[phase]}
+    return {"phase of the peak": phase, **{term: n / 2**30 for term, n in terms.items()}}
 
 
 def estimate_memory(config: Config) -> None:
@@ -1233,36 +1291,155 @@ def estimate_memory(config: Config) -> None:
             model = transformers.AutoModelForCausalLM.from_config(settings)
         layers = logra.find_targets(model, config.targets).values()
         stored = settings.get_text_config().dtype or torch.bfloat16
-        parts = [memory_terms(model, config, name, stored.itemsize) for name in names]
-    methods, tables = {}, {"resident": [], "peak": []}
-    for name, (stay, phases) in zip(names, parts, strict=True):
-        binds = max(phases, key=lambda phase: sum(phases[phase].values()))
-        rest, top = (sum(terms.values()) / 2**30 for terms in (stay, phases[binds]))
-        methods[name] = {"resident_gib": rest, "peak_gib": rest + top, "binds": binds}
-        tables["resident"].append(stay)
-        tables["peak"].append(phases[binds])
+        columns = {name: rank_memory(model, config, name, stored.itemsize) for name in names}
     total, trained = model.num_parameters(), sum(m.weight.numel() for m in layers)
+    print(f"{total:,} weights stored in {stored}, {trained:,} of them trained\n")
+    rows = []
+    for term in dict.fromkeys(term for column in columns.values() for term in column):
+        cells = {name: column.get(term) or None for name, column in columns.items()}
+        rows.append({"GiB of a training rank": term} | cells)
+    print(f"{table(rows)}\nadd 1-2 GiB to the peak for CUDA and NCCL\n")
+    size, master = (2, 4 * trained) if config.dtype == "bfloat16" else (4, 0)
+    print(f"engine: weights {total * size / 2**30:.2f} GiB, KV cache {config.kv_gib:.2f} GiB")
+    print(f"its float32 master in the host's memory: {master / 2**30:.2f} GiB")
     sync = {"factors": 2 * config.rank * sum(m.out_features for m in layers), "full": 4 * trained}
-    small = config.dtype == "bfloat16"
-    engine, master = (n / 2**30 for n in (total * (4 - 2 * small), small * 4 * trained))
-    print(f"{total:,} weights stored in {stored}, {trained:,} of them trained")
-    counts = f"{config.world_size - config.generation_ranks} training ranks, {config.max_length}"
-    print(f"{counts} tokens, micro-batch {config.micro_batch}, rank {config.rank}", end="")
-    print(f", compute in {config.dtype}, checkpointing {config.checkpointing}\n")
-    print(f"{'GiB of a training rank':38}" + "".join(f"{name:>12}" for name in names))
-    for name, columns in tables.items():
-        for term in dict.fromkeys(term for terms in columns for term in terms):
-            cells = [f"{b / 2**30:.2f}" if (b := terms.get(term)) else "" for terms in columns]
-            print(f"{term:38}" + "".join(f"{cell:>12}" for cell in cells))
-        print(f"= {name:36}" + "".join(f"{m[name + '_gib']:12.2f}" for m in methods.values()))
-    print(f"{'in the phase':38}" + "".join(f"{m['binds']:>12}" for m in methods.values()))
-    print("add 1-2 GiB for CUDA and NCCL")
-    where = "a generation rank" if config.generation_ranks else "the same rank, asleep meanwhile"
-    print(f"engine of {where}: weights {engine:.2f} GiB, KV cache {config.kv_gib:.2f} GiB")
-    print(f"its float32 master in the host's memory: {master:.2f} GiB")
     print(f"bytes of a synchronisation: factors {sync['factors']:,}, full {sync['full']:,}")
     result = {name: getattr(config, name) for name in ("world_size", "max_length", "rank")}
-    print(json.dumps(result | {"methods": methods, "sync_bytes": sync}))
+    print(json.dumps(result | {"methods": columns, "sync_bytes": sync}))
+
+
+# ------------------------------------------------------------------------------------------------
+# Ranks: how they start, and those that only generate
+# ------------------------------------------------------------------------------------------------
+
+
+def start_ranks(generation_ranks: int = 0):
+    """Meet the other ranks that torchrun has started; the last few only generate.
+
+    The training ranks become the default group.  vLLM makes its own groups of all ranks in that
+    one, so a generation rank is not in it, and a wire (a gloo group) of all ranks carries what
+    crosses.  Returns the wire, None if no rank only generates, and whether this rank does.
+    """
+    store, rank, size = next(dist.rendezvous("env://"))
+    trainers, wire, here = size - generation_ranks, None, int(os.environ["LOCAL_RANK"])
+    patience = timedelta(hours=1)  # of a rank that waits while another generates or saves
+    if rank >= trainers:  # it sees no GPU but its own: vLLM takes the first
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(size)))
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[min(here, visible.count(","))]
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            del os.environ[name]  # the engine is a world of its own
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C: it ends with the training ranks
+    elif torch.cuda.is_available():
+        torch.cuda.set_device(here)
+    if generation_ranks:
+        wire = dist.ProcessGroupGloo(dist.PrefixStore("wire", store), rank, size, patience)
+    if rank < trainers and trainers > 1:
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        ranks = {"store": dist.PrefixStore("train", store), "rank": rank, "world_size": trainers}
+        dist.init_process_group(backend, timeout=patience, **ranks)
+    return wire, rank >= trainers
+
+
+# Generation ranks are in no training group, since vLLM would take all of its ranks for its own.  A
+# wire, a gloo group of all ranks, carries what crosses.  Every request is two exchanges: first the
+# training ranks speak and the engines listen, then the other way round.
+
+
+@contextlib.contextmanager
+def crossing():
+    """An error inside means that a rank is gone, or was silent for an hour: logra.StopRun.  Of a
+    group that is not in the default one torch cannot name the backend, and raises ValueError."""
+    try:
+        yield
+    except (RuntimeError, ValueError) as error:
+        raise logra.StopRun("another rank is gone, or was silent for an hour") from error
+
+
+def exchange(wire, message) -> tuple:
+    """([what rank 0 says, what rank 1 says, ...], the bytes of all that)."""
+    said = [b""] * wire.size()
+    with crossing():
+        dist.all_gather_object(said, pickle.dumps(message), group=wire)
+    return [pickle.loads(x) for x in said], sum(map(len, said))
+
+
+def broadcast(wire, pair=None):
+    """What rank 0 has: a pair (path, tensor), so that one layer crosses at a time."""
+    box = [pair]
+    with crossing():
+        dist.broadcast_object_list(box, group=wire, group_src=0)
+    return box[0]
+
+
+class RemoteGenerator:
+    """The same methods on a training rank whose engines are ranks of their own.  call("stop") ends
+    these.
+
+    All training ranks call together.  Raises logra.StopRun, on all of them, if an engine fails.
+    crossed: the bytes of what was said and sent, each once; grpo sets it to 0 after each update.
+    """
+
+    def __init__(self, wire, *engine):
+        self.wire, self.crossed = wire, 0
+        self.call("start", *engine)
+
+    def call(self, verb: str, *args, tensors=()) -> tuple:
+        """What all training ranks ask, and all that the engines answer.  tensors: pairs (path, W),
+        sent from rank 0, gathered one at a time."""
+        tensors = [*tensors]
+        asked, size = exchange(self.wire, (verb, len(tensors), args))
+        for path, x in tensors:
+            x = logra.whole(x).cpu()
+            broadcast(self.wire, (path, x))
+            size += x.numel() * x.element_size()
+        answers, answered = exchange(self.wire, None)
+        self.crossed += size + answered
+        for rank, answer in enumerate(answers):
+            if isinstance(answer, str):  # the words of an engine's error
+                raise logra.StopRun(f"rank {rank}: {answer}")
+        return asked[: logra.world()], [a for answer in answers[logra.world() :] for a in answer]
+
+    def generate(self, prompts, seeds, max_new_tokens, temperature=1.0) -> list:
+        """As VLLMGenerator.generate: the prompts of all training ranks, split among engines."""
+        asked, answers = self.call("generate", prompts, seeds, max_new_tokens, temperature)
+        start = sum(len(args[0]) for _, _, args in asked[: logra.my_rank()])
+        answers = answers[start : start + len(prompts)]
+        return [logra.Sample(ids, *answer) for ids, answer in zip(prompts, answers, strict=True)]
+
+    def sync(self, factors: dict, update: int) -> None:
+        self.call("sync", update, tensors=factors.items())
+
+    def load(self, weights) -> None:
+        self.call("load", logra.world(), tensors=weights)
+
+
+def serve(wire, start) -> None:
+    """What a generation rank does: start an engine by start(...), generate, sync and load until
+    "stop", or until the training ranks are gone."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    verb = generator = None
+    with contextlib.suppress(logra.StopRun):
+        while verb != "stop":
+            asked = [request for request in exchange(wire, None)[0] if request]
+            verb, n, args = asked[0]
+            tensors = (broadcast(wire) for _ in range(n))
+            pairs, answers = ((path, x.to(device)) for path, x in tensors), []
+            try:
+                if verb == "start":
+                    generator = start(*args)
+                elif verb == "generate":
+                    prompts, seeds = ([x for *_, args in asked for x in args[i]] for i in (0, 1))
+                    engines, mine = wire.size() - len(asked), wire.rank() - len(asked)
+                    cut = slice(*(k * len(prompts) // engines for k in (mine, mine + 1)))
+                    samples = generator.generate(prompts[cut], seeds[cut], *args[2:])
+                    answers = [(s.completion, s.logprobs, s.finished) for s in samples]
+                elif verb in ("sync", "load"):
+                    getattr(generator, verb)(pairs, *args)
+            except Exception as error:  # noqa: BLE001, the training ranks must hear of it
+                answers = str(error) or repr(error)
+            for _ in tensors:
+                pass  # after an error: what is left of them is on its way
+            exchange(wire, answers)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -1279,6 +1456,7 @@ def prepare(config: Config) -> SimpleNamespace:
     """
     it = SimpleNamespace(checkpoint=None, state=None, stored=torch.float32)
     reward = load_reward(config.reward)
+    it.rule, it.advantage, it.objective = load_seams(config)
     names = (f"{'run' if config.model else 'sort'}-{i}" for i in range(1, 10**9))
     free = (path for name in names if not (path := Path("runs", name)).exists())
     it.out = Path(config.out or next(free))
@@ -1328,6 +1506,8 @@ def prepare(config: Config) -> SimpleNamespace:
         raise UserError(f"{flags} is {it.max_length}, but the model has {positions} positions")
     with blame("--targets", ValueError):
         it.layers = logra.find_targets(it.model, config.targets)
+    if not config.eval_only:
+        check_targets(it.model, it.layers, config)
     check_model(it.model, it.layers, it.examples[0].ids[:8])
     for path, weight in (it.state["weights"] if it.state else {}).items():
         if path not in it.layers or it.layers[path].weight.shape != weight.shape:
@@ -1338,44 +1518,18 @@ def prepare(config: Config) -> SimpleNamespace:
     return it
 
 
-def start_ranks(generation_ranks: int = 0):
-    """Meet the other ranks that torchrun has started; the last few only generate.
-
-    The training ranks become the default group.  vLLM makes its own groups of all ranks in that
-    one, so a generation rank is not in it, and a wire (a gloo group) of all ranks carries what
-    crosses.  Returns the wire, None if no rank only generates, and whether this rank does.
-    """
-    store, rank, size = next(dist.rendezvous("env://"))
-    trainers, wire, here = size - generation_ranks, None, int(os.environ["LOCAL_RANK"])
-    patience = timedelta(hours=1)  # of a rank that waits while another generates or saves
-    if rank >= trainers:  # it sees no GPU but its own: vLLM takes the first
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(size)))
-        os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[min(here, visible.count(","))]
-        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-            del os.environ[name]  # the engine is a world of its own
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C: it ends with the training ranks
-    elif torch.cuda.is_available():
-        torch.cuda.set_device(here)
-    if generation_ranks:
-        wire = dist.ProcessGroupGloo(dist.PrefixStore("wire", store), rank, size, patience)
-    if rank < trainers and trainers > 1:
-        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        ranks = {"store": dist.PrefixStore("train", store), "rank": rank, "world_size": trainers}
-        dist.init_process_group(backend, timeout=patience, **ranks)
-    return wire, rank >= trainers
-
-
 class Clock:
-    """Seconds by phase: each lap goes to the name it is given."""
+    """Seconds by phase, of this step and of the run: each lap goes to the name it is given."""
 
     def __init__(self):
-        self.seconds, self.last = Counter(), time.perf_counter()
+        self.step, self.total, self.last = Counter(), Counter(), time.perf_counter()
 
     def lap(self, phase: str) -> None:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         now = time.perf_counter()
-        self.seconds[phase] += now - self.last
+        self.step[phase] += now - self.last
+        self.total[phase] += now - self.last
         self.last = now
 
 
@@ -1417,20 +1571,16 @@ def build_optimizer(config: Config, it):
         logra.own_float32(it.model)
         it.model.to("cuda" if torch.cuda.is_available() else "cpu")
     rates = (config.lr, config.lr_final), config.kl_budget_steps
-    if config.optimizer in WITHOUT_SKETCH:
+    if config.optimizer in CONTROLS:
         say(f"{config.optimizer}: {logra.freeze_all_but(it.model, it.layers)}")
     if config.optimizer == "adamw":
         return DenseAdamW(it.layers, *rates)
     if config.optimizer == "lora":
         return LoRA(it.layers, config.rank, *rates, config.seed)
-    kind, rule = config.projection, logra.RULES.get(config.optimizer, logra.row_adam)
-    if config.optimizer == "dense_row_adam":  # with A = I the sketch is the gradient
-        kind = "identity"
-    if not config.keep_layer_norm:
-        rule = functools.partial(rule, keep_layer_norm=False)
+    # With A = I the sketch is the gradient
+    kind = "identity" if config.optimizer == "dense_row_adam" else config.projection
     options = (config.rank, config.targets, config.seed, kind, config.refresh)
-    sketches = logra.attach_sketches(it.model, *options)
-    return logra.LoGRA(sketches, config.update_ratio, rule)
+    return logra.LoGRA(logra.attach_sketches(it.model, *options), config.update_ratio, it.rule)
 
 
 def vllm_engine(prompt, *options):
@@ -1451,21 +1601,17 @@ def start_engine(config: Config, it, wire, optimizer=None):
     directory = str(it.checkpoint or config.model or it.out / "step-0")
     options = (it.examples[0].ids, directory, it.eos_ids, it.max_length, settings)
     options += (config.dtype, config.kv_gib)
-    generator = logra.RemoteGenerator(wire, *options, True) if wire else vllm_engine(*options)
+    generator = RemoteGenerator(wire, *options, True) if wire else vllm_engine(*options)
     generator.load((path, module.weight) for path, module in it.layers.items())
     return generator
 
 
-@functools.lru_cache(maxsize=2)
-def epoch_order(n: int, seed: int, epoch: int) -> list:
-    return shuffled(n, "order", seed, epoch)
-
-
 def draw_prompts(examples, config: Config, step: int) -> list:
     """[(place, token ids, example)] of a step: epoch after epoch, each in an order of its own."""
-    chosen, n = [], len(examples)
-    for place in range(step * config.prompts_per_step, (step + 1) * config.prompts_per_step):
-        example = examples[epoch_order(n, config.seed, place // n)[place % n]]
+    n, size, chosen = len(examples), config.prompts_per_step, []
+    for place in range(step * size, (step + 1) * size):
+        order = shuffled(n, "order", config.seed, place // n)
+        example = examples[order[place % n]]
         chosen.append((place, example.ids, example))
     return chosen
 
@@ -1473,13 +1619,13 @@ def draw_prompts(examples, config: Config, step: int) -> list:
 def assess(config: Config, it, generator, step: int, greedy=False) -> dict:
     """Evaluate on the held-out rows and write it down; greedy as well before and after the run."""
     found, samples = evaluate(generator, it.held_out, it.reward, config, config.eval_temperature)
-    mean, interval, k = (found[x] for x in ("mean_at_k", "interval", "samples_per_row"))
-    record = {"step": step, "eval_rows": found["rows"], "eval_samples": k}
-    record |= {"eval_accuracy": mean, "eval_interval": interval}
-    line = f"step {step} | held-out accuracy {with_interval(mean, interval)}"
+    rows, k, accuracy, passed, interval = found.values()
+    record = {"step": step, "eval_rows": rows, "eval_samples": k}
+    record |= {"eval_accuracy": accuracy, "eval_interval": interval}
+    line = f"step {step} | held-out accuracy {with_interval(accuracy, interval)}"
     if k > 1:
-        record["eval_pass_at_k"] = passed = found["pass_at_k"]
-        line += f" | pass@{k} {with_interval(passed, wilson(passed, found['rows']))}"
+        record["eval_pass_at_k"] = passed
+        line += f" | pass@{k} {with_interval(passed, wilson(passed, rows))}"
     if greedy:
         best, samples = evaluate(generator, it.held_out, it.reward, config, 0.0)
         record |= {"greedy": best["mean_at_k"], "greedy_interval": best["interval"]}
@@ -1528,21 +1674,20 @@ def start_directory(config: Config, out: Path):
 
 def report(out: Path, seconds: dict) -> None:
     """The last screen: accuracy before and after, curve, answers, seconds by phase, and where."""
-    records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    evaluations = [r for r in records if "eval_accuracy" in r]
+    evaluations = [r for r in journal(out / "metrics.jsonl") if "eval_accuracy" in r]
     if evaluations:
         first, last = evaluations[0], evaluations[-1]
-        after = with_interval(last["eval_accuracy"], last.get("eval_interval"))
+        after = with_interval(last["eval_accuracy"], last["eval_interval"])
         print(f"\nheld-out accuracy {first['eval_accuracy']:.3f} -> {after}")
         if "greedy" in first and "greedy" in last:
             print(f"greedy            {first['greedy']:.3f} -> {last['greedy']:.3f}")
-        print(f"\n{curve([[(r['step'], r['eval_accuracy']) for r in evaluations]])}\n")
-        shown = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
-        n = sum(s["step"] == shown[-1]["step"] for s in shown)
-        for before, after in zip(shown[:n], shown[-n:], strict=True):
-            texts = (before["prompt"], before["completion"], after["completion"])
-            prompt, old, new = (repr(str(text)[-40:]) for text in texts)
-            print(f"held-out prompt {prompt}: before {old}, after {new}")
+        print(f"\n{curve([mean_by_step(evaluations, 'eval_accuracy')])}\n")
+        samples = journal(out / "samples.jsonl")
+        before, after = ([s for s in samples if s["step"] == r["step"]] for r in (first, last))
+        for old, new in zip(before, after, strict=True):
+            texts = (old["prompt"], old["completion"], new["completion"])
+            prompt, was, now = (repr(str(text)[-40:]) for text in texts)
+            print(f"held-out prompt {prompt}: before {was}, after {now}")
     print("seconds: " + ", ".join(f"{name} {value:.1f}" for name, value in seconds.items()))
     print(f"saved in {last_checkpoint(out)}")
 
@@ -1561,73 +1706,49 @@ def run(config: Config, wire=None) -> None:
         it.lock = start_directory(config, it.out)
     if config.eval_only:
         return evaluate_only(config, it, wire)
-
-    begins = not (config.model or it.checkpoint)
-    if begins:
-        warm_up(it.model, it.tokenizer, [example.row for example in it.examples], config.seed)
-    with blame(f"--rank {config.rank}", (RuntimeError, MemoryError)):
-        optimizer = build_optimizer(config, it)
-    budget = (config.kl_budget, config.kl_budget_final, config.kl_budget_steps)
-    control = logra.KLControl(*budget, config.alpha_max, config.kl_control)
-    step = restore(it.state, it.checkpoint, optimizer, control) if it.state else 0
+    try:
+        optimizer, control, generator, step = begin(config, it, wire)
+        clock.lap("start")
+        if is_due(config, it, step) and not evaluated(
+            it.out, step
+        ):  # a reward may have failed in it
+            assess(config, it, generator, step, greedy=step in (0, config.steps))
+            clock.lap("evaluate")
+    except BaseException:
+        if not config.resume and not last_checkpoint(it.out) and logra.my_rank() == 0:
+            shutil.rmtree(it.out)  # nothing is lost: the same command may be given again
+        raise
     save = functools.partial(save_checkpoint, it=it, optimizer=optimizer, control=control)
-    if begins:
-        save(0)  # the engine starts from a directory
-    n = config.steps
-
-    def is_due(step):
-        return it.held_out and (step % config.eval_every == 0 or step == n)
-
-    cut_journals(it.out, step)
-    if config.resume:
-        say(f"going on after step {step}")
-    generator = start_engine(config, it, wire, optimizer)
-    clock.lap("start")
-
-    if is_due(step) and not evaluated(it.out, step):  # at step 0, or if a reward failed in it
-        assess(config, it, generator, step, greedy=step in (0, n))
-        clock.lap("evaluate")
     draw = functools.partial(draw_prompts, it.examples, config)
-    phases = Clock()
-    advantage = functools.partial(logra.group_advantages, divide_by_std=config.divide_by_std)
-    if config.advantage == "running_mean":
-        advantage = logra.running_mean_advantages
-    clips = {"clip_low": config.clip_low, "clip_high": config.clip_high}
-    objective = functools.partial(logra.grpo_objective, **clips)
-    loop = (it.model, generator, optimizer, control, draw, it.reward, advantage, objective, config)
-    loop = logra.grpo(*loop, step, phases.lap)
-    first = logra.my_rank() == 0
-    bar = tqdm(total=n, initial=step, unit="step", leave=False, disable=not first)
-    done = optimizer.update
+    seams = (draw, it.reward, it.advantage, it.objective)
+    loop = logra.grpo(it.model, generator, optimizer, control, *seams, config, step, clock.lap)
+    first, done = logra.my_rank() == 0, optimizer.update
+    bar = tqdm(total=config.steps, initial=step, unit="step", leave=False, disable=not first)
+    clock.step.clear()
     try:
         for metrics in loop:
             del metrics["samples"]
-            metrics["seconds"] = dict(phases.seconds)
-            metrics["tokens_per_second"] = (
-                metrics.pop("answers") * metrics["length"] / sum(phases.seconds.values())
-            )
-            metrics["peak_gib"] = peak_gib()
-            phases.seconds.clear()
-            last_of_step = metrics.pop("last")
+            tokens, last_of_step = metrics.pop("answers") * metrics["length"], metrics.pop("last")
+            metrics["tokens_per_second"] = tokens / sum(clock.step.values())
+            metrics |= {"peak_gib": peak_gib(), "seconds": dict(clock.step)}
+            clock.step.clear()
             append(it.out / "metrics.jsonl", metrics)
-            clock.seconds.update(metrics["seconds"])
             say(step_line(metrics), sys.stdout)
-            if not last_of_step:
-                phases.last = time.perf_counter()
-                continue
-            step, done = metrics["step"], optimizer.update
-            bar.update()
+            if last_of_step:
+                step, done = metrics["step"], optimizer.update
+                bar.update()
+                if is_due(config, it, step):
+                    assess(config, it, generator, step, greedy=step == config.steps)
+                    clock.lap("evaluate")
+                if step % config.save_every == 0 or step == config.steps:
+                    save(step)
+                    clock.lap("save")
+            clock.step.clear()
             clock.last = time.perf_counter()
-            if is_due(step):
-                assess(config, it, generator, step, greedy=step == n)
-                clock.lap("evaluate")
-            if step % config.save_every == 0 or step == n:
-                save(step)
-                clock.lap("save")
-            phases.last = time.perf_counter()
     except (UserError, logra.StopRun, FloatingPointError) as error:
-        if isinstance(error, FloatingPointError) or optimizer.update != done:
-            raise UserError(f"{error}; {last_words(it.out)}") from None  # no state to save
+        middle = clock.step or optimizer.update != done  # of a step: there is no state to save
+        if middle or isinstance(error, FloatingPointError):
+            raise UserError(f"{error}; {last_words(it.out)}") from None
         save(step)  # a reward fails before anything moves
         saved = f"{it.out}/step-{step}"
         raise UserError(f"{error}; stopped after step {step}, saved in {saved}") from None
@@ -1636,7 +1757,30 @@ def run(config: Config, wire=None) -> None:
     if wire:
         generator.call("stop")
     if first:
-        report(it.out, clock.seconds)
+        report(it.out, clock.total)
+
+
+def begin(config: Config, it, wire):
+    """Optimizer, KL control, a generator with the trainer's weights, and the step to go on from."""
+    begins = not (config.model or it.checkpoint)
+    if begins:
+        warm_up(it.model, it.tokenizer, [example.row for example in it.examples], config.seed)
+    with blame(f"--rank {config.rank}", (RuntimeError, MemoryError)):
+        optimizer = build_optimizer(config, it)
+    budget = (config.kl_budget, config.kl_budget_final, config.kl_budget_steps)
+    control = logra.KLControl(*budget, config.alpha_max, config.kl_control)
+    step = restore(it.state, it.checkpoint, optimizer, control) if it.state else 0
+    if begins:  # the engine starts from a directory
+        save_checkpoint(0, it, optimizer, control)
+    cut_journals(it.out, step)
+    if config.resume:
+        say(f"going on after step {step}")
+    return optimizer, control, start_engine(config, it, wire, optimizer), step
+
+
+def is_due(config: Config, it, step: int) -> bool:
+    """Whether there is an evaluation after this step."""
+    return bool(it.held_out) and (step % config.eval_every == 0 or step == config.steps)
 
 
 # Words of torch's errors, without a first letter that may be large or small
@@ -1654,14 +1798,12 @@ def main(argv) -> int:
             estimate_memory(config)
         elif config.summarize:
             summarize(config.summarize)
-        elif complete(config):
-            say(f"{config.out} holds this run already, finished; nothing is done")
         else:
             wire, generates = None, False
             if os.environ.get("WORLD_SIZE", "1") != "1" and not torch.distributed.is_initialized():
                 wire, generates = start_ranks(config.generation_ranks)
             if generates:
-                logra.serve(wire, vllm_engine)
+                serve(wire, vllm_engine)
             else:
                 run(config, wire)
         return 0
