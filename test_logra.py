@@ -1,73 +1,46 @@
-"""Tests of logra.py and train.py: each is named after what it proves, and shows where it can that
-the wrong formula would differ.  Expected values come from float64 formulas written here, from
-autograd's dense gradients and from finite differences, never from the function under test.
+"""Tests of logra.py and train.py.  Its first part, sections 1 to 6, is the second half of the
+lesson: the equations of logra.py in its order, each beside a value found in another way (autograd's dense
+gradients, an SVD, finite differences, float64 by hand), often beside the wrong formula too.
 
     pytest                      everything but the benchmarks, real engines included
     pytest -m "not slow"        without an engine or a second process
     pytest -m benchmark -s      time and memory of a training step against AdamW
     pytest -m benchmark -s -k step    of these the table of methods, minutes
 
-Faults that projects of this kind have had in public, and the tests that would see them:
+Faults that projects of this kind have had in public, and the tests (test_...) that would see them:
 
-row | fault                                    | test_...
-  1 | EOS masked because pad == eos            | loss_covers_the_generated_tokens
-  2 | tokens after EOS, secondary EOS ids      | generation_stops_at_any_end_token,
-    |                                          | every_eos_id_ends_an_answer
-  3 | EOS inside the prompt taken for the end  | loss_covers_the_generated_tokens,
-    |                                          | end_token_in_the_prompt_ends_nothing,
-    |                                          | eos_in_the_prompt_does_not_end_the_answer,
-    |                                          | an_end_token_that_the_tokenizer_adds_is_no_prompt
-  4 | BOS twice                                | a_template_with_bos_gives_one_bos,
-    |                                          | a_prompt_is_the_template_of_its_turns
-  6 | padding shifts positions or log-probs    | padding_and_order_change_nothing
-  7 | long prompts crash or are cut            | long_prompts_are_left_out_and_counted
-  8 | all or some answers truncated            | truncated_answers_are_trained_on,
-    |                                          | masked_answers_add_nothing_and_are_not_divided_by,
-    |                                          | all_answers_masked_move_nothing
- 10 | mean of micro-batch means                | sketch_does_not_depend_on_micro_batches,
-    |                                          | micro_batch_changes_no_weight
- 11 | denominator divided by accumulation      | sketch_does_not_depend_on_micro_batches
- 12 | learning depends on the number of ranks  | learning_does_not_depend_on_the_number_of_ranks
- 13 | group std 0, or G = 1                    | equal_rewards_get_exactly_zero,
-    |                                          | running_mean_trains_on_one_answer_a_prompt
- 14 | groups by prompt text                    | groups_go_by_position
- 17 | an empty batch divides 0 by 0            | dead_groups_move_nothing
- 18 | no temperature in the log-probs          | token_logprobs_are_at_temperature,
-    |                                          | generator_logprobs_are_the_trainers,
-    |                                          | engine_logprobs_are_the_trainers
- 19 | raw log-probs; the support is changed    | every_sampling_field_is_set,
-    |                                          | bad_input_is_answered_by_one_sentence[top-p]
- 22 | dropout on in one pass only              | dropout_is_off_in_both_passes
- 23 | stale prefix cache                       | no_stale_prefix_is_left_in_the_cache
- 25 | a reload overwrites the new weights      | an_update_reaches_the_engine_and_stays
- 27 | an unknown name is swallowed             | nothing_to_train_raises,
-    |                                          | every_target_layer_is_reached_or_it_raises
- 29 | the engine is in another process         | the_engine_is_in_this_process_whatever_is_asked
- 30 | the seed is ignored, or all alike        | seed_decides_the_sample,
-    |                                          | a_seed_decides_its_engine_sample,
-    |                                          | ranks_sample_different_answers_to_an_equal_prompt
- 31 | an engine a rank does not start          | the_engine_of_every_rank_has_the_trainers_weights,
-    |                                          | a_generation_rank_changes_nothing
- 32 | unequal passes, NaN on one rank: a hang  | norms_and_kl_are_those_of_all_ranks,
-    |                                          | nan_on_one_rank_stops_all_before_a_weight_moves
- 33 | norms of sharded tensors are local       | norms_and_kl_are_those_of_all_ranks
- 35 | frozen embedding, checkpointed           | first_layer_is_sketched,
-    |                                          | sharded_checkpointed_layers_have_the_same_sketch
- 37 | bfloat16 weights swallow the update      | engine_weights_after_50_updates
- 38 | moments kept in a basis that is gone     | no_state_of_width_r_lives_between_updates
- 39 | A depends on order or wrapper name       | projection_depends_on_seed_update_and_width,
-    |                                          | layer_path_has_no_wrapper_names
- 40 | side guessed, r >= d_in, nothing trained | sketch_of_any_shape,
-    |                                          | nothing_to_train_raises,
-    |                                          | summary_counts_what_is_trained_and_frozen
- 41 | tangent lost; non-finite sketch          | logit_tangent_is_the_finite_difference,
-    |                                          | nan_in_the_sketch_moves_no_weight
- 42 | resume: off by one, RNG                  | resumed_run_is_the_same_run,
-    |                                          | state_dict_roundtrip_is_bitwise,
-    |                                          | a_killed_run_resumes_to_the_same_bits,
-    |                                          | the_objectives_run_and_resume
-
-Row 24, sleep level 2 of an engine on a GPU, is not tested: level 1 alone is used.
+ 1  EOS masked as pad == eos     loss_covers_the_generated_tokens
+ 2  tokens after any of the EOS  generation_stops_at_any_end_token, every_eos_id_ends_an_answer
+ 3  EOS in the prompt            generation_stops_at_any_end_token, loss_covers_the_generated_tokens
+ 4  BOS twice                    a_prompt_is_the_template_of_its_turns
+ 6  padding shifts log-probs     loss_covers_..., sketch_does_not_depend_on_micro_batches
+ 7  long prompts crash           long_prompts_are_left_out_and_counted
+ 8  truncated answers            first_update_is_the_policy_gradient, a_batch_without_signal_...
+10  means of micro-batch means   sketch_does_not_depend_on_micro_batches
+11  division by accumulation     sketch_does_not_depend_on_micro_batches
+12  number of ranks matters      learning_does_not_depend_on_the_number_of_ranks
+13  group std 0, or G = 1        equal_rewards_get_exactly_zero, running_mean_trains_...
+14  groups by prompt text        group_advantages
+17  empty batch divides 0 by 0   a_batch_without_signal_moves_nothing
+18  log-probs without T          token_logprobs_..., generator_logprobs_..., engine_logprobs_...
+19  raw log-probs, top-p         engine_logprobs_are_the_trainers, a_generation_config_changes_...
+22  dropout in one pass          generator_logprobs_are_the_trainers
+23  stale prefix cache           engine_logprobs_are_the_trainers
+24  sleep level 2                not tested: level 1 alone is used
+25  reload undoes an update      engine_weights_after_50_updates
+27  unknown name swallowed       nothing_to_train_raises, every_target_layer_is_reached_or_it_raises
+29  engine in another process    engine_weights_after_50_updates
+30  seed ignored, or all alike   samples_do_not_depend_on_..., a_seed_decides_its_engine_sample
+31  an engine is not started     the_engine_of_every_rank_has_the_trainers_weights
+32  NaN on one rank: a hang      what_one_rank_finds_all_ranks_hear
+33  norms of shards are local    learning_does_not_depend_on_the_number_of_ranks
+35  frozen input, checkpointed   sketch_is_the_dense_gradient_..., sharded_checkpointed_layers_...
+37  bfloat16 swallows updates    an_engine_follows_by_factors_alone, engine_weights_after_50_updates
+38  moments of another basis     no_state_of_width_r_lives_between_updates
+39  A depends on order, names    projection_follows_from_seed_update_and_width
+40  r >= d_in, nothing trained   sketch_of_any_shape, nothing_to_train_raises
+41  tangent lost, NaN            logit_tangent_is_..., nan_in_the_sketch_moves_no_weight
+42  resume: off by one, RNG      state_dict_roundtrip_is_bitwise, resumed_run_is_the_same_run
 """
 
 import contextlib
@@ -81,7 +54,6 @@ import json
 import math
 import operator
 import os
-import random
 import re
 import runpy
 import shutil
@@ -105,7 +77,6 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"  # what a shell may have; mus
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import forward_ad
 from torch.distributed.device_mesh import init_device_mesh
@@ -182,9 +153,26 @@ def weighted_logp(model, samples):
 
 
 def dense_gradients(model, layers, samples):
-    """{path: G} by autograd, on a model without sketches."""
+    """{path: dW} of weighted_logp by autograd, on a model without sketches."""
     weights = [model.get_submodule(path).weight for path in layers]
     return dict(zip(layers, torch.autograd.grad(weighted_logp(model, samples), weights)))
+
+
+def sketched(model, r=8, samples=None, update_ratio=1e-3, rule=logra.row_adam, **kw):
+    """Sketches and optimizer; with samples, there is a U of their weighted_logp."""
+    sketches = logra.attach_sketches(model, r, **kw)
+    optimizer = logra.LoGRA(sketches, update_ratio, rule)
+    if samples:
+        (-weighted_logp(model, samples)).backward()
+        optimizer.propose(sum(len(s.completion) for s in samples))
+    return sketches, optimizer
+
+
+def layers_of(sketches):
+    """(path, W, A) of every target layer, copies in float64."""
+    for path, module in sketches.layers.items():
+        W, A = module.weight.detach(), sketches.A[module.in_features]
+        yield path, W.to(torch.float64, copy=True), A.to(torch.float64, copy=True)
 
 
 def rel(a, b):
@@ -192,24 +180,17 @@ def rel(a, b):
     return ((a.double() - b.double()).norm() / b.double().norm()).item()
 
 
-def sketched(model, rank=8, samples=None, update_ratio=1e-3, rule="row_adam", **kw):
-    """Sketches and optimizer; with samples, U of their weighted log-prob stands in the buffer."""
-    sketches = logra.attach_sketches(model, rank, **kw)
-    optimizer = logra.LoGRA(sketches, update_ratio, rule=rule)
-    if samples:
-        (-weighted_logp(model, samples)).backward()
-        optimizer.propose(sum(len(s.completion) for s in samples))
-    return sketches, optimizer
+def norm_of(matrices):
+    """||M|| of all matrices together."""
+    return math.sqrt(sum(M.double().square().sum().item() for M in matrices))
 
 
 def logits_along(model, plain, sketches, samples, a):
     """Logits [n, V] in float64 at the generated positions, with W - a U A in `plain`."""
     rows = []
     with torch.no_grad():
-        for path, module in sketches.layers.items():
-            U, A = sketches.rows[path].double(), sketches.A[module.in_features].double()
-            W = plain.get_submodule(path).weight
-            W.copy_(module.weight.double() - a * U @ A)
+        for path, W, A in layers_of(sketches):
+            plain.get_submodule(path).weight.copy_(W - a * sketches.U[path].double() @ A)
         for s in samples:
             z = plain(torch.tensor([s.prompt + s.completion])).logits[0].double()
             rows.append(z[len(s.prompt) - 1 : -1])
@@ -227,127 +208,43 @@ def kl64(z, z_after, T=1.0):
 # ------------------------------------------------------------------------------------------------
 
 
-def splitmix64(seed, n):
-    """The generator as published, on Python's integers."""
-    mask, words = (1 << 64) - 1, []
-    for _ in range(n):
-        seed = (seed + 0x9E3779B97F4A7C15) & mask
-        x = ((seed ^ (seed >> 30)) * 0xBF58476D1CE4E5B9) & mask
-        x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & mask
-        words.append(x ^ (x >> 31))
-    return words
-
-
-def test_random_words_are_splitmix64():
-    """The published outputs of seed 0, and the plain-integer generator at a large seed."""
-    known = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
-    assert [w & (2**64 - 1) for w in logra.random_words(0, 3).tolist()] == known
-    seed = 2**63 - 3
-    assert [w & (2**64 - 1) for w in logra.random_words(seed, 99).tolist()] == splitmix64(seed, 99)
-
-
-def test_random_uniform_is_the_top_52_bits(monkeypatch):
-    """u = (word >> 12 + 1/2) / 2^52: in (0, 1), mean 1/2, variance 1/12."""
-    u = logra.random_uniform(5, 20_000)
-    expected = torch.tensor([((w >> 12) + 0.5) / 2**52 for w in splitmix64(5, 20_000)])
-    assert u.dtype == torch.float64 and torch.equal(u.float(), expected.float())
-    assert u.min() > 0 and u.max() < 1
-    assert abs(u.mean() - 1 / 2) < 6 * (12 * 20_000) ** -0.5
-    assert abs(u.var() - 1 / 12) < 6 * (180 * 20_000) ** -0.5
-    for word in (0, -1):  # all bits 0 and all bits 1
-        monkeypatch.setattr(
-            logra, "random_words", lambda seed, n, word=word: torch.full((n,), word)
-        )
-        assert 0 < logra.random_uniform(0, 1) < 1
-
-
-@pytest.mark.parametrize("kind", ["rademacher", "gaussian"])
+@pytest.mark.parametrize("kind, variance", [("rademacher", 0), ("gaussian", 2)])
 @pytest.mark.parametrize("r", [4, 6])
-def test_projection_is_the_identity_on_average(kind, r):
-    """E[A^T A] = I: each entry of the mean within 5 of its standard errors.  1/r would not do."""
-    d_in, n = 12, 600
-    As = [logra.make_projection(r, d_in, seed, kind, dtype=torch.float64) for seed in range(n)]
-    error = torch.stack([A.T @ A for A in As]).mean(0) - torch.eye(d_in)
-    off = ~torch.eye(d_in, dtype=torch.bool)
-    assert error[off].abs().max() < 5 * (r * n) ** -0.5  # Var(sum_k A_ki A_kj) = 1/r
-    assert error[off].std() > 0.8 * (r * n) ** -0.5  # independent, not orthogonal
-    diagonal = 1e-12 if kind == "rademacher" else 5 * (2 / (r * n)) ** 0.5
-    assert error.diag().abs().max() < diagonal
-    assert abs(error + torch.eye(d_in) / r - torch.eye(d_in)).max() > 0.1  # scaled r^-1/2 too far
-    assert abs(torch.stack(As).mean()) < 5 * (r * r * d_in * n) ** -0.5
+def test_projection_is_the_identity_on_average(kind, variance, r):
+    """E[A^T A] = I: every entry of a mean of 600 within 5 standard errors."""
+    A = torch.stack([logra.make_projection(r, 12, seed, kind) for seed in range(600)]).double()
+    error = (A.mT @ A).mean(0) - torch.eye(12)
+    diagonal = torch.eye(12).bool()
+    assert error[~diagonal].abs().max() < 5 * (1 / (r * 600)) ** 0.5  # Var(sum_k A_ki A_kj) = 1/r
+    assert error[diagonal].abs().max() < 5 * (variance / (r * 600)) ** 0.5 + 1e-6
 
 
-@pytest.mark.parametrize("r, d_in", [(4, 10), (6, 5), (7, 64), (70, 3), (1, 1)])
-def test_signs_are_exactly_one_over_root_r(r, d_in):
-    """A_ij = +-1/sqrt(r), correctly rounded, for any r and also for r > d_in."""
-    A = logra.make_projection(r, d_in, 3)
-    assert A.shape == (r, d_in) and A.dtype == torch.float32
-    assert torch.equal(A.abs(), torch.full((r, d_in), 1 / math.sqrt(r)))
-    bits = "".join(f"{w:064b}"[::-1] for w in splitmix64(3, r * d_in // 64 + 1))
-    signs = [2.0 * int(bit) - 1 for bit in bits[: r * d_in]]
-    assert A.sign().flatten().tolist() == signs
+def test_sketch_times_projection_is_the_gradient_on_average():
+    """E[S A] = dW: after n updates the mean is off by sqrt((d_in - 1) / (r n)) of ||dW||."""
+    torch.manual_seed(0)
+    layer, X, dY, n = torch.nn.Linear(10, 6), torch.randn(7, 10), torch.randn(7, 6), 400
+    sketches, total = logra.Sketches({"x": layer}, r=4), 0
+    for update in range(n):
+        sketches.start_update(update)
+        layer(X).backward(dY)
+        total = total + sketches.S["x"] @ sketches.A[10]
+    assert rel(total / n, dY.T @ X) == pytest.approx((9 / (4 * n)) ** 0.5, rel=0.2)
 
 
-def test_projection_never_changes_silently():
-    """Golden bits: a checkpoint made by an older logra.py goes on with the same A."""
-    assert logra.stable_seed("a", 1, "b") == 3159813902661208101
-    seed = logra.stable_seed("projection", 7, 3, "in_features=5")
-    assert seed == 5683219885378934218
-    A = logra.make_projection(3, 5, seed)
-    assert ["".join("+" if x > 0 else "-" for x in row) for row in A] == ["---+-", "-++--", "+---+"]
-    A = logra.make_projection(1, 3, seed, "gaussian")[0]
-    assert A.tolist() == pytest.approx([0.1922531575, -2.1922950745, 0.9538047314], rel=1e-6)
+def test_projection_follows_from_seed_update_and_width():
+    """Trainer and engine draw the same A, whatever layers each has and in whatever order."""
 
+    def draw(widths=(9, 5), update=2, seed=3, refresh=1):
+        return logra.draw_projections(widths, update, "cpu", 6, seed, "rademacher", refresh)
 
-def test_projection_depends_on_seed_update_and_width():
-    """Same A for other targets and another order of layers; another for another seed or update."""
-    wide, narrow = torch.nn.Linear(9, 4), torch.nn.Linear(5, 4)
-    others = {"z": copy.deepcopy(narrow), "x": copy.deepcopy(wide)}
-    one = logra.Sketches({"x": wide, "y": narrow}, 6, seed=3)
-    two = logra.Sketches(others, 6, seed=3)
-    lone = logra.Sketches({"w": torch.nn.Linear(9, 11)}, 6, seed=3)
-    assert all(torch.equal(one.A[d], two.A[d]) for d in (5, 9))
-    assert torch.equal(one.A[9], lone.A[9])
-    before = lone.A[9]
-    lone.redraw(1)
-    assert not torch.equal(lone.A[9], before)
-    lone.redraw(0)
-    assert torch.equal(lone.A[9], before)
-    other = logra.Sketches({"w": torch.nn.Linear(9, 11)}, 6, seed=4)
-    assert not torch.equal(other.A[9], before)
-    assert not torch.equal(one.A[9][:, :5], one.A[5])  # nor is a width a part of another
-
-
-@pytest.mark.parametrize("refresh", [1, 3, 0])
-def test_refresh_keeps_a_projection_for_so_many_updates(refresh):
-    """A(update) = A(update // refresh); 0: the first for ever."""
-    sketches = logra.Sketches({"x": torch.nn.Linear(9, 4)}, 6, refresh=refresh)
-    drawn = []
-    for update in range(7):
-        sketches.redraw(update)
-        drawn.append(sketches.A[9])
-    for i in range(7):
-        for j in range(7):
-            same = i // refresh == j // refresh if refresh else True
-            assert torch.equal(drawn[i], drawn[j]) == same
-
-
-def test_unknown_projection_raises():
-    """Neither rademacher, gaussian nor identity: ValueError, which names it."""
-    with pytest.raises(ValueError, match="'sparse'"):
-        logra.make_projection(2, 3, 0, "sparse")
-
-
-def test_layer_path_has_no_wrapper_names():
-    """A wrapped layer has the path, and so the checkpoint, of a plain one."""
-    name = "_orig_mod.model._fsdp_wrapped_module.layers.0._checkpoint_wrapped_module.q_proj"
-    assert logra.layer_path(name) == "model.layers.0.q_proj"
-    assert logra.layer_path("model.orig_mod.layers") == "model.orig_mod.layers"
-    model = tiny_llama()
-    plain = set(logra.find_targets(model))
-    for i, layer in enumerate(model.model.layers):
-        model.model.layers[i] = torch.nn.ModuleDict({"_checkpoint_wrapped_module": layer})
-    assert set(logra.find_targets(model)) == plain
+    A = draw()[9]
+    assert torch.equal(draw(widths=[5, 9, 9])[9], A) and torch.equal(draw(widths=[9])[9], A)
+    for other in (draw(update=3)[9], draw(seed=4)[9]):
+        assert not torch.equal(other, A)
+    assert not torch.equal(draw()[5], A[:, :5])  # nor is one a part of the other
+    first, same, second = (draw(update=update, refresh=3)[9] for update in (3, 5, 6))
+    assert torch.equal(first, same) and not torch.equal(first, second)
+    assert torch.equal(draw(update=0, refresh=0)[9], draw(update=99, refresh=0)[9])  # kept for ever
 
 
 # ------------------------------------------------------------------------------------------------
@@ -356,462 +253,78 @@ def test_layer_path_has_no_wrapper_names():
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("kind", ["rademacher", "gaussian", "identity"])
 @pytest.mark.parametrize("make", [tiny_qwen2, tiny_llama], ids=["qwen2", "llama"])
-def test_sketch_equals_dense_gradient_times_projection(make, checkpointed):
-    """S = G A^T, in float64, and neither G nor the gradient of anything else exists."""
+def test_sketch_is_the_dense_gradient_times_the_projection(make, kind, checkpointed):
+    """S = dW A^T in float64, and no dW exists, nor the gradient of anything else."""
     model, samples = make(dtype=torch.float64), answers([3, 5, 2])
-    plain = copy.deepcopy(model)
+    dW = dense_gradients(model, logra.find_targets(model), samples)
     if checkpointed:
         train.checkpoint_layers(model)
-    sketches, _ = sketched(model, rank=8)
+    sketches, _ = sketched(model, 8, kind=kind)
     weighted_logp(model, samples).backward()
-    G = dense_gradients(plain, sketches.layers, samples)
-    assert len(G) == 14
-    for path, module in sketches.layers.items():
-        A, S = sketches.A[module.in_features], sketches.rows[path]
-        assert S.shape == (module.out_features, 8)
-        assert rel(S, G[path] @ A.T) < 1e-10
-        other = logra.make_projection(8, module.in_features, 1, dtype=torch.float64)
-        assert rel(G[path] @ other.T, S) > 0.5  # wrong: the A of another seed
+    assert len(sketches.S) == 14
+    for path, _, A in layers_of(sketches):
+        assert rel(sketches.S[path], dW[path] @ A.T) < 1e-10
+        assert kind != "identity" or rel(sketches.S[path], dW[path]) < 1e-10  # A = I
     assert all(p.grad is None for p in model.parameters())
 
 
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-6), (torch.float64, 1e-10)])
-def test_sketch_does_not_depend_on_micro_batches(dtype, tolerance):
-    """S is a sum over tokens, so any split gives it; a mean of micro-batch means does not."""
-    samples = answers(range(1, 10))
-    tokens = sum(len(s.completion) for s in samples)
-    found, means = {}, {}
-    for size in (1, 3, 9):
-        model = tiny_qwen2(dtype=dtype)
-        sketches, _ = sketched(model)
-        for micro in logra.micro_batches(samples, size):
-            weighted_logp(model, micro).backward()
-        found[size] = sketches.buffer.clone() / tokens
-        sketches.buffer.zero_()
-        batches = logra.micro_batches(samples, size)
-        for micro in batches:
-            mean = weighted_logp(model, micro) / sum(len(s.completion) for s in micro)
-            (mean / len(batches)).backward()
-        means[size] = sketches.buffer.clone()
-    assert rel(found[1], found[9]) < tolerance and rel(found[3], found[9]) < tolerance
-    assert rel(means[1], found[9]) > 0.1 and rel(means[3], found[9]) > 0.1  # wrong
-    assert rel(means[9], found[9]) < 1e-6  # right only where there is one
-
-
-def test_micro_batches_keep_every_sample_once():
-    """At most `size` in each, every sample in exactly one, and like lengths together."""
-    samples = answers([5, 1, 9, 3, 3, 7, 2])
-    batches = logra.micro_batches(samples, 3)
-    assert [len(b) for b in batches] == [3, 3, 1]
-    assert sorted(id(s) for b in batches for s in b) == sorted(map(id, samples))
-    lengths = [len(s.prompt + s.completion) for b in batches for s in b]
-    assert lengths == sorted(lengths)
-
-
-def test_sketch_under_autocast_is_near_and_stays_float32():
-    """S in bfloat16 compute is the float32 one to some per cent, and sums in float32."""
-    samples, found = answers([4, 6]), []
-    for on in (False, True):
-        model = tiny_qwen2()
-        sketches, _ = sketched(model)
-        with torch.autocast("cpu", torch.bfloat16, enabled=on):
-            loss = weighted_logp(model, samples)
-        loss.backward()
-        assert sketches.buffer.dtype == torch.float32
-        found.append(sketches.buffer.clone())
-    assert 1e-5 < rel(found[1], found[0]) < 0.05
-
-
-def test_first_layer_is_sketched():
-    """Checkpointed, its S is as without; a reentrant checkpoint needs a live input and loses it."""
-    samples, found = answers([4, 6]), []
-    reentrant = functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=True)
-    for kind in ("plain", "checkpointed", "reentrant"):
-        model = tiny_qwen2()
-        if kind == "checkpointed":
-            train.checkpoint_layers(model)
-        elif kind == "reentrant":
-            layer = model.model.layers[0]
-            forward = layer.forward
-            layer.forward = lambda X, f=forward, **kw: reentrant(functools.partial(f, **kw), X)
-        sketches, _ = sketched(model)
-        assert not model.model.embed_tokens.weight.requires_grad
-        weighted_logp(model, samples).backward()
-        found.append(sketches.rows["model.layers.0.self_attn.q_proj"].clone())
-    assert found[0].norm() > 0 and torch.equal(found[0], found[1])
-    assert found[2].norm() == 0  # wrong
-
-
-def test_checkpointed_layers_run_twice_where_gradients_are_recorded_only():
-    """Once under no_grad; forward and once more in backward otherwise."""
-    model, calls = tiny_llama(), []
-    sketched(model)
-    model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
-    train.checkpoint_layers(model)
-    with torch.no_grad():
-        weighted_logp(model, answers([3]))
-    assert len(calls) == 1
-    loss = weighted_logp(model, answers([3]))
-    assert len(calls) == 2
-    loss.backward()
-    assert len(calls) == 3
-
-
-def test_attach_changes_no_key_and_no_output_and_detach_restores():
-    """The modules stay: same state_dict, same logits with and without gradients."""
-    model, ids = tiny_qwen2(), torch.arange(12)[None]
-    keys, before = list(model.state_dict()), model(ids).logits
+def sketch_of(objective, micro_batch):
+    """S of all layers in one vector, of nine answers of 1 to 9 tokens."""
+    model = tiny_qwen2()
     sketches, _ = sketched(model)
-    assert list(model.state_dict()) == keys
-    assert torch.equal(model(ids).logits, before)
-    with torch.no_grad():
-        assert torch.equal(model(ids).logits, before)
-    sketches.detach()
-    assert not any("forward" in vars(module) for module in model.modules())
-    model.requires_grad_(True)
-    model(ids).logits.sum().backward()
-    assert sketches.buffer.norm() == 0
-    assert all(module.weight.grad.norm() > 0 for module in sketches.layers.values())
+    config = types.SimpleNamespace(micro_batch=micro_batch, temperature=1.0, dtype="float32")
+    logra.backward(model, answers(range(1, 10)), objective, config, first=True)
+    return torch.cat([*sketches.S.values()])
 
 
-class Stack(torch.nn.Module):
-    """Linear layers one after another, of any shape."""
+@pytest.mark.parametrize("micro_batch", [1, 3])
+def test_sketch_does_not_depend_on_micro_batches(micro_batch):
+    """A sum over tokens, divided once by their number; a mean of means weighs them unequally."""
 
-    def __init__(self, *sizes, bias=True):
-        super().__init__()
-        pairs = itertools.pairwise(sizes)
-        self.layers = torch.nn.ModuleList([torch.nn.Linear(a, b, bias) for a, b in pairs])
+    def mean(logps, *others):
+        return logra.grpo_objective(logps, *others) / sum(map(len, logps))
 
-    def forward(self, X):
-        for layer in self.layers:
-            X = layer(X).tanh()
-        return X
-
-
-@pytest.mark.parametrize("rank", [1, 5, 40])
-def test_sketch_of_any_shape(rank):
-    """Tall, wide, square and a single row, r below and above d_in: always S = G A^T [d_out, r]."""
-    torch.manual_seed(0)
-    model = Stack(8, 24, 6, 6, 1).double()
-    plain = copy.deepcopy(model)
-    sketches, optimizer = sketched(model, rank)
-    X = torch.randn(3, 7, 8, dtype=torch.float64)
-    model(X).square().sum().backward()
-    plain(X).square().sum().backward()
-    for path, module in sketches.layers.items():
-        G = plain.get_submodule(path).weight.grad
-        assert sketches.rows[path].shape == (module.out_features, rank)
-        assert rel(sketches.rows[path], G @ sketches.A[module.in_features].T) < 1e-12
-    optimizer.propose(21)  # each layer meets the A of its own width
-    UA = [sketches.rows[p] @ sketches.A[m.in_features] for p, m in sketches.layers.items()]
-    W = [module.weight.detach() for module in sketches.layers.values()]
-    UA, W = (math.sqrt(sum(x.square().sum().item() for x in xs)) for xs in (UA, W))
-    assert UA / W == pytest.approx(1e-3)
-
-
-def test_nothing_to_train_raises():
-    """No list of layers, no linear layer in it, an unknown target, rank 0, bfloat16: ValueError."""
-    with pytest.raises(ValueError, match="no list of decoder layers"):
-        logra.attach_sketches(torch.nn.Linear(3, 3), 4)
-    stack = Stack(3, 3)
-    stack.layers[0] = torch.nn.Tanh()
-    with pytest.raises(ValueError, match="no nn.Linear"):
-        logra.attach_sketches(stack, 4)
-    with pytest.raises(ValueError, match="called Wq"):
-        logra.attach_sketches(tiny_llama(), 4, ["q_proj", "Wq"])
-    with pytest.raises(ValueError, match="rank"):
-        logra.attach_sketches(tiny_llama(), 0)
-    with pytest.raises(ValueError, match="q_proj is torch.bfloat16"):
-        logra.attach_sketches(tiny_llama(dtype=torch.bfloat16), 4)
-
-
-def test_targets_narrow_what_is_trained():
-    """Only layers of those names, never the head."""
-    model = tiny_llama()
-    sketches = logra.attach_sketches(model, 4, ["q_proj", "down_proj"])
-    paths = {
-        f"model.layers.{i}.{name}" for i in (0, 1) for name in ("self_attn.q_proj", "mlp.down_proj")
-    }
-    assert set(sketches.layers) == paths
-    trained = {name for name, p in model.named_parameters() if p.requires_grad}
-    assert trained == {f"{path}.weight" for path in paths}
-    assert "lm_head" not in logra.find_targets(model)
-
-
-def test_summary_counts_what_is_trained_and_frozen(capsys):
-    """Counts from the shapes of the configuration, biases included."""
-    logra.attach_sketches(tiny_qwen2(), 4)
-    trained = 2 * (2 * 64 * 64 + 2 * 32 * 64 + 3 * 64 * 96)  # q o, k v, gate up down
-    biases = 2 * (64 + 32 + 32)
-    frozen = 2 * 64 * 64 + 5 * 64 + biases  # embedding and head, norms
-    assert capsys.readouterr().err == (
-        f"rank 4: 14 linear layers ({trained:,} weights) are trained; 13 tensors ({frozen:,}) are"
-        f" frozen, among them 6 biases ({biases:,})\n"
-    )
+    whole = sketch_of(logra.grpo_objective, 9) / 45
+    assert rel(sketch_of(logra.grpo_objective, micro_batch) / 45, whole) < 1e-5
+    assert rel(sketch_of(mean, 9), whole) < 1e-5  # right where there is one micro-batch
+    assert rel(sketch_of(mean, micro_batch) / (9 / micro_batch), whole) > 0.1  # wrong
+    batches = logra.micro_batches(answers(range(1, 10)), micro_batch)
+    assert [len(batch) for batch in batches] == [micro_batch] * (9 // micro_batch)
 
 
 # ------------------------------------------------------------------------------------------------
-# 3  RowAdam
+# 3  Rules
 # ------------------------------------------------------------------------------------------------
 
 
-RULES = ("row_adam", "sketch_muon", "sketch_adam", "sketch_sgd")
-
-
-def row_adam64(S, v, t, beta2=0.95, eps=1e-8, keep=True):
-    """RowAdam of one layer as method.md states it, in float64: D and the new v."""
+def row_adam64(S, v, t, beta2=0.95, eps=1e-8, keep_layer_norm=True):
+    """RowAdam as Adam is written, with v_hat = v / (1 - b2^t), in float64: D and the new v."""
     v = beta2 * v + (1 - beta2) * (S**2).mean(1)
     root = (v / (1 - beta2**t)).sqrt()
-    s = 1 / (root + eps * root.mean())
-    D = s[:, None] * S
-    return (D * S.norm() / D.norm() if keep else D), v  # with it, a factor of s does not matter
-
-
-@pytest.mark.parametrize("keep", [True, False])
-def test_row_adam_is_the_formula_layer_by_layer(keep):
-    """Five updates of two layers in one buffer; one mean or norm over both would differ."""
-    g = torch.Generator().manual_seed(0)
-    sizes, v = [5, 7], torch.zeros(12)
-    scale = torch.logspace(-3, 1, 12)[:, None] * torch.tensor([1.0] * 5 + [30.0] * 7)[:, None]
-    reference, joint = [torch.zeros(n, dtype=torch.float64) for n in sizes], torch.zeros(12)
-    for t in range(1, 6):
-        S = torch.randn(12, 6, generator=g) * scale
-        D = logra.row_adam(S.clone(), v, sizes, keep_layer_norm=keep)
-        parts = [
-            row_adam64(s, v_l, t, keep=keep) for s, v_l in zip(S.double().split(sizes), reference)
-        ]
-        reference = [v_l for _, v_l in parts]
-        bias = 1 if keep else (1 - 0.95**t) ** 0.5  # of Adam; one factor for all layers
-        assert rel(bias * D, torch.cat([d for d, _ in parts])) < 1e-6
-        assert rel(v, torch.cat(reference)) < 1e-6
-        D_joint, joint = row_adam64(S.double(), joint, t, keep=keep)
-        if keep:
-            assert rel(D_joint, D) > 0.1  # wrong: one norm over the whole buffer
-            for d, s in zip(D.split(sizes), S.split(sizes)):
-                assert d.norm().item() == pytest.approx(s.norm().item(), rel=1e-6)
-
-
-@pytest.mark.parametrize("keep", [True, False])
-def test_only_layers_that_keep_their_norm_know_the_size_of_their_sketch(keep):
-    """One layer's S a thousand times as large: so is its D if norms are kept, else D is Adam's."""
-    S = torch.randn(12, 6, generator=torch.Generator().manual_seed(0))
-    large = torch.cat([S[:5], 1e3 * S[5:]])
-    D, D_large = (
-        logra.row_adam(x.clone(), torch.zeros(12), [5, 7], keep_layer_norm=keep) for x in (S, large)
-    )
-    assert rel(D_large[5:], (1e3 if keep else 1) * D[5:]) < 1e-6
-    assert torch.equal(D_large[:5], D[:5])
-
-
-def test_row_adam_options_are_used():
-    """beta2 and eps are the caller's: a large eps turns the row scales off."""
-    S = (
-        torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
-        * torch.logspace(-2, 2, 6)[:, None]
-    )
-    v = torch.full((6,), 0.5)
-    D = logra.row_adam(S.clone(), v, [6], beta2=0.8, eps=1e-2)
-    expected, v64 = row_adam64(S.double(), torch.full((6,), 0.5).double(), 3, 0.8, 1e-2)
-    assert rel(D, expected) < 1e-6 and rel(v, v64) < 1e-6
-    flat = logra.row_adam(S.clone(), torch.zeros(6), [6], eps=1e9)
-    assert rel(flat, S) < 1e-6
-
-
-@pytest.mark.parametrize("keep", [True, False])
-def test_rows_and_layers_without_gradient_do_not_move(keep):
-    """A row of zeros leaves the others as if alone; a layer of zeros gives D = 0 and no NaN."""
-    S = torch.randn(9, 4, generator=torch.Generator().manual_seed(0))
-    S[1], S[5:] = 0, 0  # one row of the first layer, all of the second
-    D = logra.row_adam(S.clone(), torch.zeros(9), [5, 4], keep_layer_norm=keep)
-    assert torch.isfinite(D).all() and (D[1] == 0).all() and (D[5:] == 0).all()
-    live = [0, 2, 3, 4]
-    alone, _ = row_adam64(S[live].double(), torch.zeros(4), 1, keep=keep)
-    ratio = (D[live].double() / alone).flatten()
-    assert torch.allclose(ratio, ratio[:1].expand(16), rtol=1e-5)
-    assert ratio[0].item() == pytest.approx(1 if keep else 0.05**-0.5, rel=1e-5)  # bias of v
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_zero_sketch_proposes_nothing(rule):
-    """S = 0: U = 0, F = 0, W stays, and nothing is NaN."""
-    model = tiny_llama()
-    sketches, optimizer = sketched(model, rule=rule)
-    before = copy.deepcopy(model.state_dict())
-    optimizer.propose(7)
-    assert (sketches.buffer == 0).all()
-    factors = optimizer.step(1.0)
-    assert all((f == 0).all() for f in factors.values())
-    assert all(torch.equal(before[k], W) for k, W in model.state_dict().items())
-
-
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_nan_in_the_sketch_moves_no_weight(bad):
-    """FloatingPointError before v or any W is written; after zero_grad the run can go on."""
-    model, samples = tiny_llama(), answers([4])
-    sketches, optimizer = sketched(model)
-    before = copy.deepcopy(model.state_dict())
-    sketches.buffer[17, 3] = bad
-    with pytest.raises(FloatingPointError, match="update 0"):
-        optimizer.propose(4)
-    assert all(torch.equal(before[k], W) for k, W in model.state_dict().items())
-    assert (optimizer.moments["v"] == 0).all() and optimizer.update == 0
-    optimizer.zero_grad()
-    weighted_logp(model, samples).backward()
-    optimizer.propose(4)
-    assert torch.isfinite(sketches.buffer).all() and sketches.buffer.norm() > 0
-
-
-def test_projected_norm_by_gram_is_the_explicit_one():
-    """||D A||_F^2 = <D^T D, A A^T>; ||D||_F^2, as if A were orthogonal, is another number."""
-    D = torch.randn(11, 6, generator=torch.Generator().manual_seed(0))
-    A = logra.make_projection(6, 9, 1)
-    explicit = (D.double() @ A.double()).square().sum().item()
-    assert logra.projected_norm_squared(D, A).item() == pytest.approx(explicit, rel=1e-6)
-    assert abs(D.double().square().sum().item() / explicit - 1) > 0.02
-
-
-@pytest.mark.parametrize("rank", [8, 80])
-def test_proposal_has_the_size_of_update_ratio(rank):
-    """sqrt(sum ||U A||^2 / sum ||W||^2) = update_ratio over all layers together."""
-    model, samples = tiny_qwen2(), answers([4, 6])
-    sketches, _ = sketched(model, rank, samples, update_ratio=3e-4)
-    UA, W = 0.0, 0.0
-    for path, module in sketches.layers.items():
-        U, A = sketches.rows[path].double(), sketches.A[module.in_features].double()
-        UA += (U @ A).square().sum().item()
-        W += module.weight.double().square().sum().item()
-    assert math.sqrt(UA / W) == pytest.approx(3e-4, rel=1e-5)
-    ratios = {
-        (sketches.rows[p].norm() / m.weight.norm()).item() for p, m in sketches.layers.items()
-    }
-    assert max(ratios) > 2 * min(ratios)  # wrong: each layer by itself
-
-
-def test_proposal_is_row_adam_of_the_mean_sketch():
-    """U = update_ratio ||W|| / ||D A|| D of S / tokens, by dense float64 gradients; for descent."""
-    model, samples = tiny_qwen2(dtype=torch.float64), answers([4, 6])
-    plain = copy.deepcopy(model)
-    sketches, optimizer = sketched(model)
-    weighted_logp(model, samples).backward()
-    optimizer.propose(10)
-    G = dense_gradients(plain, sketches.layers, samples)
-    D, total, W2 = {}, 0.0, 0.0
-    for path, module in sketches.layers.items():
-        A = sketches.A[module.in_features]
-        S = G[path] @ A.T / 10
-        D[path], _ = row_adam64(S, torch.zeros(len(S), dtype=torch.float64), 1)
-        total += (D[path] @ A).square().sum()
-        W2 += module.weight.detach().square().sum()
-    for path in sketches.layers:
-        assert rel(sketches.rows[path], D[path] * 1e-3 * (W2 / total).sqrt()) < 1e-6
-    norm = sum(
-        (G[p] @ sketches.A[m.in_features].T / 10).square().sum() for p, m in sketches.layers.items()
-    )
-    assert optimizer.sketch_norm == pytest.approx(norm.sqrt().item(), rel=1e-6)
-    before = weighted_logp(plain, samples).item()
-    optimizer.step(1.0)
-    with torch.no_grad():
-        assert weighted_logp(model, samples).item() < before - 1e-4  # the loss went down
-
-
-def test_step_subtracts_the_rounded_factor_times_projection():
-    """W <- W - F A, F = bfloat16(alpha U); without the rounding it would be another W."""
-    model, samples = tiny_qwen2(dtype=torch.float64), answers([4, 6])
-    sketches, optimizer = sketched(model, samples=samples)
-    frozen = {k: p.clone() for k, p in model.named_parameters() if not p.requires_grad}
-    W = {p: m.weight.detach().clone() for p, m in sketches.layers.items()}
-    U = {p: rows.clone() for p, rows in sketches.rows.items()}
-    A = dict(sketches.A)
-    factors = optimizer.step(0.7)
-    assert list(factors) == list(sketches.layers)
-    for path, module in sketches.layers.items():
-        rounded, A_l = (0.7 * U[path]).bfloat16(), A[module.in_features]
-        assert factors[path].dtype == torch.bfloat16 and torch.equal(factors[path], rounded)
-        delta = module.weight.detach() - W[path]
-        assert rel(delta, -rounded.double() @ A_l) < 1e-8
-        assert 1e-3 < rel(delta, -0.7 * U[path] @ A_l) < 4e-3  # wrong
-    assert all(torch.equal(p, frozen[k]) for k, p in model.named_parameters() if k in frozen)
-    assert optimizer.update == 1 and (sketches.buffer == 0).all()
-    assert not torch.equal(sketches.A[64], A[64])
-
-
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-6), (torch.float64, 1e-14)])
-def test_factor_is_subtracted_in_the_precision_of_the_weights(dtype, tolerance):
-    """W - F A to the rounding of W's own dtype; a product in bfloat16 would be 1e-3 off."""
-    W = torch.randn(5, 7, dtype=dtype, generator=torch.Generator().manual_seed(0))
-    factor, A = W[:, :3].bfloat16(), logra.make_projection(3, 7, 2, dtype=dtype)
-    expected = W.double() - factor.double() @ A.double()
-    wrong = W - (factor @ A.bfloat16()).to(dtype)
-    logra.subtract_factor(W, factor, A)
-    assert (W.double() - expected).abs().max() < tolerance < (wrong - expected).abs().max() / 100
-
-
-@pytest.mark.parametrize("rule", ["row_adam", "sketch_muon", "sketch_sgd"])
-def test_no_state_of_width_r_lives_between_updates(rule):
-    """Between updates there is v [sum d_out], or nothing, and a number; S and U are gone."""
-    model = tiny_llama()
-    sketches, optimizer = sketched(model, 13, answers([4]), rule=rule)
-    optimizer.step(1.0)
-
-    def tensors(x):
-        if isinstance(x, torch.Tensor):
-            yield x
-        elif isinstance(x, dict):
-            for value in x.values():
-                yield from tensors(value)
-
-    rows = 2 * (64 + 32 + 32 + 64 + 96 + 96 + 64)
-    state = [(rows,)] if rule == "row_adam" else []
-    assert [tuple(t.shape) for t in tensors(optimizer.state_dict())] == state
-    assert [tuple(t.shape) for t in tensors(vars(optimizer))] == state
-    assert not optimizer.state and (sketches.buffer == 0).all()
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_state_dict_roundtrip_is_bitwise(rule):
-    """Saved, loaded with weights_only=True: the next update is the same to the bit, A included."""
-    samples, model = answers([4, 6]), tiny_qwen2()
-    sketches, optimizer = sketched(model, samples=samples, rule=rule)
-    optimizer.step(1.0)
-    file = io.BytesIO()
-    torch.save([optimizer.state_dict(), model.state_dict()], file)
-    file.seek(0)
-    state, weights = torch.load(file, weights_only=True)
-    twin = tiny_qwen2(seed=1)
-    twin.load_state_dict(weights)
-    twin_sketches, twin_optimizer = sketched(twin, rule=rule)
-    assert not torch.equal(twin_sketches.A[64], sketches.A[64])
-    twin_optimizer.load_state_dict(state)
-    assert twin_optimizer.update == 1
-    for m, s, o in ((model, sketches, optimizer), (twin, twin_sketches, twin_optimizer)):
-        (-weighted_logp(m, samples)).backward()
-        o.propose(10)
-        o.step(1.0)
-    assert all(torch.equal(twin_sketches.A[d], A) for d, A in sketches.A.items())
-    assert_same_tensors(twin_optimizer.moments, optimizer.moments)
-    assert all(torch.equal(W, model.state_dict()[k]) for k, W in twin.state_dict().items())
+    D = S / (root + eps * root.mean())[:, None]
+    return (D * S.norm() / D.norm() if keep_layer_norm else D), v
 
 
 @pytest.mark.parametrize(
-    "change",
-    [
-        *({"rank": 9}, {"seed": 1}, {"kind": "gaussian"}, {"refresh": 2}, {"targets": ["q_proj"]}),
-        *({"rule": "sketch_muon"}, {"rule": "sketch_adam"}),
-    ],
+    "options", [{}, {"keep_layer_norm": False}, {"beta2": 0.8}, {"eps": 1e-2}, {"eps": 1e9}]
 )
-def test_state_of_another_run_is_refused(change):
-    """Another rank, seed, kind, refresh, rule or set of layers: ValueError, nothing taken over."""
-    _, optimizer = sketched(tiny_llama(), 8, answers([4]))
-    optimizer.step(1.0)
-    _, other = sketched(tiny_llama(), **{"rank": 8, **change})
-    with pytest.raises(ValueError, match="layers" if "targets" in change else next(iter(change))):
-        other.load_state_dict(optimizer.state_dict())
-    assert other.update == 0 and all((x == 0).all() for x in other.moments.values())
+def test_row_adam_is_its_formula(options):
+    """Five updates.  Adam's correction is one factor for all layers, and cancels in U."""
+    g, state, v = torch.Generator().manual_seed(0), {}, torch.zeros(7, dtype=torch.float64)
+    for t in range(1, 6):
+        S = torch.randn(7, 6, generator=g) * torch.logspace(-3, 1, 7)[:, None]
+        S[2] = 0  # a row that never has a gradient stays where it is
+        D = logra.row_adam(S.clone(), state, **options)
+        expected, v = row_adam64(S.double(), v, t, **options)
+        correction = 1 if options.get("keep_layer_norm", True) else (1 - 0.95**t) ** 0.5
+        assert rel(correction * D, expected) < 1e-6 and rel(state["v"], v) < 1e-6
+    assert options.get("eps") != 1e9 or rel(D, S) < 1e-6  # then all rows have one scale
 
 
 def newton_schulz64(S):
-    """Five steps of the quintic on X itself, in float64: no Gram form."""
+    """Muon's five steps as published, on X itself and in float64."""
     X = S.double() / S.double().norm()
     for _ in range(5):
         Q = X.T @ X
@@ -819,602 +332,173 @@ def newton_schulz64(S):
     return X
 
 
-def test_newton_schulz_is_about_the_polar_factor():
-    """Layer by layer, tall, wide and of zeros: U V^T of the SVD within .68 to 1.21, and the plain
-    iteration to 1e-4.  A fourth step, or one norm for all layers, would be another matrix."""
-    g = torch.Generator().manual_seed(0)
-    sizes, scales, r = [40, 7, 5, 12], [1.0, 2.5, 1.0, 1.0], 12
-    S = torch.randn(64, r, generator=g) * torch.logspace(0, -1, r)
-    S[40:47] *= 1e-6
-    S[47:52] = 0
-    S[52:] *= 1e6
-    D = logra.newton_schulz(S.clone(), sizes, scales, batch=3)
-    assert (D[47:52] == 0).all()
-    for D_l, S_l, scale in zip(D.split(sizes), S.split(sizes), scales):
-        if not S_l.any():
-            continue
-        U, sigma, Vh = torch.linalg.svd(S_l.double(), full_matrices=False)
-        inside = U.T @ (D_l.double() / scale) @ Vh.T  # diagonal: the singular vectors stay
-        assert (inside - inside.diag().diag()).abs().max() < 1e-4
-        reached = sigma > 2e-3 * sigma.norm()
-        assert reached.sum() > 4
-        assert 0.68 < inside.diag()[reached].min() and inside.diag()[reached].max() < 1.21
-        assert rel(D_l, scale * newton_schulz64(S_l)) < 1e-4
-    four = logra.newton_schulz(S.clone(), sizes, scales, steps=4)
-    assert rel(four, D) > 0.05
-    assert rel(logra.newton_schulz(S.clone(), [64], [1.0]), D) > 0.5
+@pytest.mark.parametrize(
+    "d_out, d_in, size", [(40, 64, 1), (40, 10, 1), (7, 9, 1e-6), (12, 9, 1e6)]
+)
+def test_sketch_muon_is_about_the_polar_factor(d_out, d_in, size):
+    """S = V1 sigma V2^T becomes V1 V2^T, its singular values within .68 to 1.21."""
+    S = torch.randn(d_out, 12, generator=torch.Generator().manual_seed(0))
+    S *= torch.logspace(0, -1, 12) * size
+    D = logra.sketch_muon(S.clone(), {"d_in": d_in}).double() / max(1, d_out / d_in) ** 0.5
+    V1, sigma, V2_T = torch.linalg.svd(S.double(), full_matrices=False)
+    inside = V1.T @ D @ V2_T.T
+    assert (inside - inside.diag().diag()).abs().max() < 1e-4  # the singular vectors stay
+    assert (sigma > 2e-3 * sigma.norm()).all()
+    assert 0.68 < inside.diag().min() and inside.diag().max() < 1.21
+    assert rel(D, newton_schulz64(S)) < 1e-4  # not four steps, nor six
 
 
-def test_sketch_muon_proposes_the_polar_factors_of_all_layers():
-    """D = sqrt(max(1, d_out / d_in)) polar(S), all layers together of size update_ratio."""
-    model, samples = tiny_qwen2(dtype=torch.float64), answers([9, 9])
-    plain = copy.deepcopy(model)
-    sketches, _ = sketched(model, samples=samples, rule="sketch_muon")
-    G = dense_gradients(plain, sketches.layers, samples)
-    D, total, W2 = {}, 0.0, 0.0
-    for path, module in sketches.layers.items():
-        A, W = sketches.A[module.in_features], module.weight.detach()
-        D[path] = -(max(1, len(W) / W.shape[1]) ** 0.5) * newton_schulz64(G[path] @ A.T)
-        total, W2 = total + (D[path] @ A).square().sum(), W2 + W.square().sum()
-    for path in sketches.layers:
-        assert rel(sketches.rows[path], D[path] * 1e-3 * (W2 / total).sqrt()) < 1e-6
-    up, q = (sketches.rows[LAYERS[i]].norm().item() for i in (5, 0))
-    assert up / q == pytest.approx(1.5**0.5, rel=0.2)  # d_out / d_in is 96 / 64
-
-
-@pytest.mark.parametrize("refresh", [1, 2, 0])
-def test_sketch_adam_is_adam_with_its_first_moment_taken_to_the_new_basis(refresh):
-    """Five updates in float64: m, v as published; m <- m A_old A_new^T where A changes, v stays."""
+def test_sketch_adam_is_adam_on_the_entries():
+    """Five updates of torch's own Adam at learning rate 1, but for its bias corrections."""
     torch.manual_seed(0)
-    model, ratio = Stack(9, 7, 5, bias=False).double(), 1e-2
-    sketches, optimizer = sketched(
-        model, 4, update_ratio=ratio, rule="sketch_adam", refresh=refresh
-    )
-    m, v, stale = {}, {}, {}
+    state, parameter = {}, torch.zeros(7, 4, dtype=torch.float64, requires_grad=True)
+    adam = torch.optim.Adam([parameter], lr=1.0, betas=(0.9, 0.95), eps=0)
     for t in range(1, 6):
-        A = dict(sketches.A)
-        D, W2, total = {}, 0.0, 0.0
-        for path, module in sketches.layers.items():
-            S = torch.randn(module.out_features, 4).double()
-            sketches.rows[path].copy_(S)
-            m[path] = 0.9 * m.get(path, 0) + 0.1 * S
-            stale[path] = 0.9 * stale.get(path, 0) + 0.1 * S
-            v[path] = 0.95 * v.get(path, 0) + 0.05 * S**2
-            D[path] = m[path] / (1 - 0.9**t) / (v[path] / (1 - 0.95**t)).sqrt()
-            W2 = W2 + module.weight.detach().square().sum()
-            total = total + (D[path] @ A[module.in_features]).square().sum()
-        optimizer.propose(1)
-        for path, D_l in D.items():
-            assert rel(sketches.rows[path], ratio * (W2 / total).sqrt() * D_l) < 1e-9
-        optimizer.step()
-        for path, module in sketches.layers.items():
-            new = A[module.in_features], sketches.A[module.in_features]
-            if refresh and t % refresh == 0:
-                m[path] = m[path] @ new[0] @ new[1].T
-            else:
-                assert torch.equal(*new)
-    kept = torch.cat([m[path] for path in sketches.layers])
-    assert rel(optimizer.moments["m"], kept) < 1e-9
-    wrong = rel(optimizer.moments["m"], torch.cat([stale[path] for path in sketches.layers]))
-    assert wrong > 0.5 if refresh else wrong < 1e-9
-
-
-def test_sketch_sgd_proposes_the_sketch_itself():
-    """U = update_ratio ||W|| / ||S A|| S, one factor for all layers."""
-    model, samples = tiny_qwen2(dtype=torch.float64), answers([4, 6])
-    plain = copy.deepcopy(model)
-    sketches, _ = sketched(model, samples=samples, rule="sketch_sgd")
-    G = dense_gradients(plain, sketches.layers, samples)
-    S, total, W2 = {}, 0.0, 0.0
-    for path, module in sketches.layers.items():
-        A, W = sketches.A[module.in_features], module.weight.detach()
-        S[path] = -G[path] @ A.T
-        total, W2 = total + (S[path] @ A).square().sum(), W2 + W.square().sum()
-    for path, S_l in S.items():
-        assert rel(sketches.rows[path], 1e-3 * (W2 / total).sqrt() * S_l) < 1e-9
-
-
-def test_identity_projection_makes_row_adam_dense():
-    """A = I: S is G, beside zeros in narrower layers; two updates are RowAdam on dense float64
-    gradients, and the predicted KL is that of the dense direction."""
-    model, samples = tiny_qwen2(dtype=torch.float64), answers([4, 6])
-    plain = copy.deepcopy(model)
-    sketches, optimizer = sketched(model, 96, kind="identity")
-    v = {path: torch.zeros(len(m.weight)).double() for path, m in sketches.layers.items()}
-    for t in (1, 2):
-        before = copy.deepcopy(plain)
-        G = dense_gradients(plain, sketches.layers, samples)
-        weighted_logp(model, samples).backward()
-        D, D2, W2 = {}, 0.0, 0.0
-        for path, module in sketches.layers.items():
-            S, d_in = sketches.rows[path], module.in_features
-            assert rel(S[:, :d_in], G[path]) < 1e-9 and (S[:, d_in:] == 0).all()
-            D[path], v[path] = row_adam64(G[path] / 10, v[path], t)
-            D2, W2 = D2 + D[path].square().sum(), W2 + module.weight.detach().square().sum()
-        optimizer.propose(10)
-        curve, _ = logra.predict_kl(model, sketches, samples, chunk=5)
-        z, z_after = (logits_along(model, plain, sketches, samples, a) for a in (0.0, 1e-2))
-        assert curve[1][0] == pytest.approx(1e4 * kl64(z, z_after).mean().item(), rel=1e-2)
-        optimizer.step(1.0)
-        for path, module in sketches.layers.items():
-            W, W_0 = (m.get_submodule(path).weight.detach() for m in (plain, before))
-            W.copy_(W_0 - (D[path] * 1e-3 * (W2 / D2).sqrt()).bfloat16().double())
-            assert rel(module.weight.detach() - W_0, W - W_0) < 1e-4
-
-
-def test_dense_row_adam_with_free_norms_moves_rows_of_all_widths_as_adam_does():
-    """A = I of rank 96: at the first update every row of D has length sqrt(d_in), not sqrt(96)."""
-    model, samples = tiny_qwen2(dtype=torch.float64), answers([4, 6])
-    sketches = logra.attach_sketches(model, 96, kind="identity")
-    optimizer = logra.LoGRA(sketches, keep_layer_norm=False)
-    weighted_logp(model, samples).backward()
-    optimizer.propose(10)
-    lengths = {m.in_features: sketches.rows[p].norm(dim=1) for p, m in sketches.layers.items()}
-    for length in lengths.values():
-        assert rel(length, length[:1].expand(len(length))) < 1e-6
-    ratio = (lengths[96][0] / lengths[64][0]).item()
-    assert ratio == pytest.approx((96 / 64) ** 0.5, rel=1e-6)
-
-
-def test_what_is_taken_back_is_rounded_and_has_the_old_projection():
-    """W - F A + bfloat16(back F) A, A of the update that was made, not of the next."""
-    model, samples = tiny_qwen2(dtype=torch.float64), answers([4, 6])
-    sketches, optimizer = sketched(model, samples=samples)
-    W, A = {p: m.weight.detach().clone() for p, m in sketches.layers.items()}, dict(sketches.A)
-    factors = optimizer.step(0.7)
-    optimizer.take_back(factors, 0.3)
-    for path, module in sketches.layers.items():
-        back = (0.3 * factors[path].float()).bfloat16()
-        kept = W[path] - (factors[path].double() - back.double()) @ A[module.in_features]
-        assert rel(module.weight.detach() - W[path], kept - W[path]) < 1e-9
-        assert not torch.equal(sketches.A[module.in_features], A[module.in_features])
-    assert optimizer.update == 1
-
-
-def test_dense_control_is_adamw_on_the_mean_gradient():
-    """DenseAdamW: two updates of Adam, no weight decay, on G / tokens, in float64 by hand."""
-    torch.manual_seed(0)
-    model, X = Stack(4, 3, bias=False).double(), torch.randn(5, 4, dtype=torch.float64)
-    optimizer = train.DenseAdamW(logra.find_targets(model), (1e-2, 2e-3), 3)
-    W = model.layers[0].weight.detach().clone()
-    m, v = torch.zeros_like(W), torch.zeros_like(W)
-    for t, lr in ((1, 1e-2), (2, 6e-3)):  # halfway along the cosine
-        live = W.clone().requires_grad_()
-        (G,) = torch.autograd.grad((X @ live.T).tanh().square().sum() / 5, live)
-        m, v = 0.9 * m + 0.1 * G, 0.95 * v + 0.05 * G**2
-        W = W - lr * (m / (1 - 0.9**t)) / ((v / (1 - 0.95**t)).sqrt() + 1e-8)
-        model(X).square().sum().backward()
-        optimizer.propose(5)
-        assert optimizer.sketch_norm == pytest.approx(G.norm().item(), rel=1e-9)
-        optimizer.step()
-        assert rel(model.layers[0].weight.detach(), W) < 1e-9
-    assert optimizer.update == 2
-    model(X).square().sum().backward()
-    model.layers[0].weight.grad[0, 0] = math.nan
-    with pytest.raises(FloatingPointError):
-        optimizer.propose(5)
-
-
-def test_lora_control_is_the_textbook_adapter():
-    """Three updates of Y = X W_0^T + (X A^T) B^T by autograd and torch's AdamW: the same W."""
-    torch.manual_seed(0)
-    model, X = Stack(6, 5, 3, bias=True).double(), torch.randn(7, 6, dtype=torch.float64)
-    layers = logra.find_targets(model)
-    logra.freeze_all_but(model, {})
-    W_0 = [module.weight.clone() for module in layers.values()]
-    biases = [module.bias for module in layers.values()]
-    optimizer = train.LoRA(layers, 2, (1e-2, 1e-2))
-    pairs = [
-        [p.detach().clone().requires_grad_() for p in pair] for pair in optimizer.adapters.values()
-    ]
-    adam = torch.optim.AdamW([p for pair in pairs for p in pair], 1e-2, (0.9, 0.95), weight_decay=0)
-    assert all((B == 0).all() and A.std() > 0 for A, B in pairs)
-    for update in range(3):
-        Y = X
-        for W, bias, (A, B) in zip(W_0, biases, pairs, strict=True):
-            Y = (Y @ W.T + bias + Y @ A.T @ B.T).tanh()
-        adam.zero_grad()
-        (Y.square().sum() / 7).backward()
+        before, parameter.grad = parameter.detach().clone(), torch.randn(7, 4).double()
+        D = logra.sketch_adam(parameter.grad.clone(), state)
         adam.step()
-        model(X).square().sum().backward()
-        optimizer.propose(7)
-        optimizer.step()
-        for module, W, (A, B) in zip(layers.values(), W_0, pairs, strict=True):
-            assert module.weight.grad is None and rel(module.weight, W + B @ A) < 1e-12
-    assert rel(model.layers[0].weight, W_0[0]) > 1e-4  # it moved
-    twin = train.LoRA(layers, 2, (1e-2, 1e-2), seed=1)
-    twin.load_state_dict(optimizer.state_dict())
-    assert twin.update == 3
-    for mine, other in zip(twin.adapters.values(), optimizer.adapters.values(), strict=True):
-        assert all(torch.equal(p, q) for p, q in zip(mine, other, strict=True))
+        correction = (1 - 0.95**t) ** 0.5 / (1 - 0.9**t)
+        assert rel(correction * D, before - parameter.detach()) < 1e-9
 
 
-# ------------------------------------------------------------------------------------------------
-# 4  Predicted KL
-# ------------------------------------------------------------------------------------------------
+def test_norm_of_the_step_by_two_gram_matrices():
+    """||D A||^2 = <D^T D, A A^T>; ||D||^2, as if the rows of A were orthonormal, is another."""
+    D = torch.randn(11, 6, generator=torch.Generator().manual_seed(0))
+    A = logra.make_projection(6, 9, 1)
+    explicit = (D.double() @ A.double()).square().sum().item()
+    assert logra.projected_norm_squared(D, A @ A.T).item() == pytest.approx(explicit, rel=1e-6)
+    assert abs(D.square().sum().item() / explicit - 1) > 0.02
 
 
-def proposal(dtype=torch.float32, seed=0, ratio=2e-3, rank=8, **kw):
-    """A peaked model, a float64 twin without sketches, sketches with a U, optimizer, a probe."""
-    model = tiny_qwen2(dtype=dtype, seed=seed, peak=12.0, **kw)
-    plain, probe = copy.deepcopy(model).double().requires_grad_(False), answers([7, 4, 9], seed)
-    sketches, optimizer = sketched(model, rank, probe, update_ratio=ratio)
-    return model, plain, sketches, optimizer, probe
+DIRECTIONS = {  # D of S at the first update
+    "row_adam": lambda S, d_in: row_adam64(S, torch.zeros(len(S)), 1)[0],
+    "sketch_muon": lambda S, d_in: max(1, len(S) / d_in) ** 0.5 * newton_schulz64(S),
+    "sketch_adam": lambda S, d_in: S.sign(),
+    "sketch_sgd": lambda S, d_in: S,
+}
 
 
-def tangent_of_logits(model, sketches, samples):
-    """z and z' [n, V] as predict_kl has them inside."""
-    with torch.no_grad(), logra.probe_mode(model, sketches), forward_ad.dual_level():
-        hidden, _ = logra.response_hidden(model, samples, model.device)
-        return forward_ad.unpack_dual(logra.policy_head(model)(hidden))
+@pytest.mark.parametrize("kind", ["rademacher", "identity"])
+@pytest.mark.parametrize("rule", logra.RULES)
+def test_proposal_has_the_size_of_update_ratio(rule, kind):
+    """U = D update_ratio ||W|| / ||D A||, the norms over all layers, S the mean over tokens."""
+    model, samples = tiny_qwen2(dtype=torch.float64), answers([9, 9])
+    dW = dense_gradients(model, logra.find_targets(model), samples)
+    sketches, optimizer = sketched(model, 8, samples, 1e-3, logra.RULES[rule], kind=kind)
+    S = {path: -dW[path] @ A.T / 18 for path, _, A in layers_of(sketches)}
+    D = {path: DIRECTIONS[rule](S[path], A.shape[1]) for path, _, A in layers_of(sketches)}
+    W_norm = norm_of(W for _, W, _ in layers_of(sketches))
+    DA_norm = norm_of(D[path] @ A for path, _, A in layers_of(sketches))
+    for path, U in sketches.U.items():
+        assert rel(U, D[path] * 1e-3 * W_norm / DA_norm) < 1e-6
+    UA_norm = norm_of(sketches.U[path] @ A for path, _, A in layers_of(sketches))
+    assert UA_norm / W_norm == pytest.approx(1e-3)
+    assert optimizer.sketch_norm == pytest.approx(norm_of(S.values()))
 
 
-def test_logit_tangent_is_the_finite_difference():
-    """z' = d/da logits(W - a U A): central difference in the default attention, float64."""
-    model, plain, sketches, _, probe = proposal(torch.float64)
-    assert model.config._attn_implementation == plain.config._attn_implementation == "sdpa"
-    probe = logra.micro_batches(probe, 9)[0]
-    z, dz = tangent_of_logits(model, sketches, probe)
-    h = 0.1
-    ahead, behind = (logits_along(model, plain, sketches, probe, a) for a in (h, -h))
-    assert rel(z, logits_along(model, plain, sketches, probe, 0)) < 1e-6
-    assert rel(dz, (ahead - behind) / (2 * h)) < 1e-3
-    assert rel(dz, (behind - ahead) / (2 * h)) > 1.9  # wrong: W + a U A
-    sketches.rows["model.layers.0.self_attn.v_proj"].zero_()
-    _, lost = tangent_of_logits(model, sketches, probe)
-    assert rel(lost, dz) > 0.01  # wrong: the tangent of one layer is lost
+def test_step_subtracts_the_rounded_factor_times_the_projection():
+    """W <- W - factor A, factor = bfloat16(alpha U), which raises what the loss is minus of."""
+    model, samples = tiny_qwen2(dtype=torch.float64), answers([4, 6])
+    before = weighted_logp(model, samples)
+    sketches, optimizer = sketched(model, 8, samples)
+    layers, U = [*layers_of(sketches)], dict(sketches.U)
+    factors = optimizer.step(0.7)
+    for path, W, A in layers:
+        step = sketches.layers[path].weight.detach() - W
+        assert torch.equal(factors[path], (0.7 * U[path]).bfloat16())
+        assert rel(step, -factors[path].double() @ A) < 1e-8
+        assert 1e-3 < rel(step, -0.7 * U[path] @ A) < 4e-3  # wrong: not rounded
+        assert not torch.equal(sketches.A[A.shape[1]], A)  # the next step has another
+    assert optimizer.update == 1 and not sketches.U and norm_of(sketches.S.values()) == 0
+    assert weighted_logp(model, samples) > before + 1e-4
 
 
-@pytest.mark.parametrize("T", [1.0, 0.6])
-def test_predicted_kl_is_the_curvature_of_the_exact_kl(T):
-    """(KL(h) + KL(-h)) / 2 h^2 = mean Var_p(z' / T) / 2; without T, or without 1/2, it is not."""
-    model, plain, sketches, _, probe = proposal(torch.float64, ratio=1e-3)
-    ([one], [kl]), _ = logra.predict_kl(model, sketches, probe, T)
-    h = 0.1
-    z, ahead, behind = (logits_along(model, plain, sketches, probe, a) for a in (0, h, -h))
-    curvature = ((kl64(z, ahead, T) + kl64(z, behind, T)).mean() / (2 * h**2)).item()
-    assert one == 1.0 and kl == pytest.approx(curvature, rel=3e-3)
-    assert abs(kl / 2 / curvature - 1) > 0.4 and abs(kl * 2 / curvature - 1) > 0.9  # wrong
-    if T != 1:
-        ((_, [at_one]), _) = logra.predict_kl(model, sketches, probe, 1.0)
-        assert abs(at_one / curvature - 1) > 0.2  # wrong: temperature missing
+def test_a_step_is_taken_back_along_its_own_projection():
+    """By a second factor, bfloat16(-part factor), and the A of the step, not the next one."""
+    model = tiny_qwen2(dtype=torch.float64)
+    sketches, optimizer = sketched(model, 8, answers([4, 6]))
+    layers = [*layers_of(sketches)]
+    factors = optimizer.step(0.7)
+    back = optimizer.take_back(factors, 0.3)
+    for path, W, A in layers:
+        assert torch.equal(back[path], (-0.3 * factors[path].float()).bfloat16())
+        kept = factors[path].double() + back[path].double()
+        assert rel(sketches.layers[path].weight.detach() - W, -kept @ A) < 1e-8
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-@pytest.mark.parametrize("linearised, budget", [(False, 1e-5), (True, 1e-4)])
-def test_realised_kl_is_the_predicted_one(linearised, budget, seed):
-    """Within 3%, by a float64 KL of the two policies; realised_kl itself within 1% of that."""
-    model, plain, sketches, optimizer, probe = proposal(seed=seed)
-    control = logra.KLControl(budget, alpha_max=100.0)
-    steps = control.grid() if linearised else None
-    curve, before = logra.predict_kl(model, sketches, probe, steps=steps)
-    alpha = control.scale(curve, 0)
-    assert 0 < alpha < 100 and logra.kl_at(curve, alpha) == pytest.approx(budget)
-    ids = [torch.tensor([s.prompt + s.completion]) for s in probe]
-    optimizer.step(alpha)
-    with torch.no_grad():
-        pairs = [(plain(x).logits[0], copied(model, plain)(x).logits[0]) for x in ids]
-    kl = [kl64(z, z_after)[len(s.prompt) - 1 : -1] for (z, z_after), s in zip(pairs, probe)]
-    realised = torch.cat(kl).mean().item()
-    assert realised == pytest.approx(budget, rel=0.03)
-    assert logra.realised_kl(model, probe, before) == pytest.approx(realised, rel=0.01)
-
-
-def copied(model, plain):
-    """A float64 model without sketches that has the weights of `model`."""
-    twin = copy.deepcopy(plain)
-    twin.load_state_dict(model.state_dict())
-    return twin
-
-
-def test_step_spends_the_kl_budget():
-    """KL(alpha U) = budget: predicted anew for U scaled by alpha = sqrt(budget / KL)."""
-    model, _, sketches, _, probe = proposal()
-    curve, _ = logra.predict_kl(model, sketches, probe)
-    control = logra.KLControl(budget=3e-5, alpha_max=100.0)
-    alpha = control.scale(curve, 0)
-    assert alpha == pytest.approx((3e-5 / curve[1][0]) ** 0.5)
-    sketches.buffer.mul_(alpha)
-    ((_, [kl]), _) = logra.predict_kl(model, sketches, probe)
-    assert kl == pytest.approx(3e-5, rel=1e-4)
-    assert abs(kl / (curve[1][0] * alpha) - 1) > 0.3  # wrong: KL ~ alpha
-
-
-@pytest.mark.parametrize("steps", [None, [0.01, 0.1, 1.0]])
-def test_prediction_does_not_depend_on_batches_or_chunks(steps):
-    """Mean over generated tokens: any micro_batch (padding) and any chunk; not a mean of means."""
-    model, _, sketches, _, probe = proposal()
-    (_, kls), hidden = logra.predict_kl(model, sketches, probe, steps=steps)
-    assert [len(h) for h in hidden] == sorted(len(s.completion) for s in probe)
-    for micro_batch, chunk in ((3, 512), (2, 512), (1, 3), (3, 1)):
-        (_, other), _ = logra.predict_kl(
-            model, sketches, probe, 1.0, steps, micro_batch=micro_batch, chunk=chunk
-        )
-        assert other == pytest.approx(kls, rel=1e-4)
-    means = [logra.predict_kl(model, sketches, [s], steps=steps)[0][1][-1] for s in probe]
-    assert abs(sum(means) / 3 / kls[-1] - 1) > 1e-2  # wrong
-
-
-def test_prediction_writes_nothing():
-    """U, W and the attention stay as they were, also when the model raises inside."""
-    model, _, sketches, optimizer, probe = proposal()
-    U, W = sketches.buffer.clone(), copy.deepcopy(model.state_dict())
-    logra.predict_kl(model, sketches, probe)
-    seen = []
-    hook = model.model.norm.register_forward_hook(
-        lambda *_: seen.append(model.config._attn_implementation) or 1 / 0
-    )
-    with pytest.raises(ZeroDivisionError):
-        logra.predict_kl(model, sketches, probe)
-    hook.remove()
-    assert seen == ["logra_probe"] and model.config._attn_implementation == "sdpa"
-    assert not sketches.probing and torch.equal(sketches.buffer, U)
-    assert all(torch.equal(W[k], x) for k, x in model.state_dict().items())
-    with pytest.raises(RuntimeError, match="between"):  # it would add S to U
-        model(torch.arange(5)[None]).logits.sum().backward()
-    with pytest.raises(RuntimeError, match="twice"):  # it would take U for S
-        optimizer.propose(1)
+def test_no_state_of_width_r_lives_between_updates():
+    """RowAdam keeps one number a row, which means the same at the next A."""
+    sketches, optimizer = sketched(tiny_llama(), 13, answers([4]))
     optimizer.step()
-    model(torch.arange(5)[None]).logits.sum().backward()
-    assert sketches.buffer.any()  # and training goes on
-
-
-def test_dense_control_predicts_nothing_but_keeps_its_hidden_states():
-    """sketches=None: no curve; realised_kl is 0 while nothing moved, and sees what did."""
-    model, probe = tiny_qwen2(peak=12.0), answers([4, 6])
-    curve, before = logra.predict_kl(model, None, probe)
-    assert curve is None and logra.realised_kl(model, probe, before) == 0
-    plain = copy.deepcopy(model).double()
-    with torch.no_grad():
-        model.model.layers[0].mlp.up_proj.weight.mul_(1.1)
-        twin, kl = copied(model, plain), []
-        for s in probe:
-            ids = torch.tensor([s.prompt + s.completion])
-            kl.append(kl64(plain(ids).logits[0], twin(ids).logits[0])[len(s.prompt) - 1 : -1])
-    expected = torch.cat(kl).mean().item()
-    for size, chunk in ((1, 512), (1, 3), (2, 512)):
-        _, before = logra.predict_kl(plain.float(), None, probe, micro_batch=size)
-        found = logra.realised_kl(model, probe, before, micro_batch=size, chunk=chunk)
-        assert found == pytest.approx(expected, rel=1e-3)
-
-
-def policies(n=50, V=64, seed=0, peak=3.0):
-    """Logits and their derivative, float32 [n, V]."""
-    g = torch.Generator().manual_seed(seed)
-    return peak * torch.randn(n, V, generator=g), torch.randn(n, V, generator=g)
-
-
-@pytest.mark.parametrize("T", [1.0, 0.7])
-def test_linearised_kl_is_the_kl_of_the_linearised_policy(T):
-    """KL(p || softmax((z + a z') / T)) at every size of step, where naive float32 is worthless."""
-    z, dz = policies()
-    steps = [1e-4, 1e-2, 0.3, 1.0, 5.0]
-    found = logra.linearised_kl(z, dz, T, steps)
-    expected = [kl64(z, z.double() + a * dz.double(), T).sum().item() for a in steps]
-    assert found.tolist() == pytest.approx(expected, rel=1e-4)
-    log_p, log_q = ((x / T).log_softmax(-1) for x in (z, z + 1e-4 * dz))
-    naive = (log_p.exp() * (log_p - log_q)).sum().item()
-    assert abs(naive / expected[0] - 1) > 0.5  # wrong
-    quadratic = logra.quadratic_kl(z, dz, T).item()
-    assert quadratic * 1e-8 == pytest.approx(expected[0], rel=1e-3)  # a = 1e-4
-    assert abs(quadratic * 25 / expected[4] - 1) > 0.1  # and not at a = 5
-
-
-def test_linearised_kl_is_never_negative_and_never_overflows():
-    """Also for tiny, huge and constant z'; a constant moves no policy."""
-    z, dz = policies(peak=30.0)
-    steps = [1e-6, 1e-3, 1.0, 1e3]
-    kls = logra.linearised_kl(z, dz, 1.0, steps)
-    assert (kls > 0).all() and torch.isfinite(kls).all() and (kls.diff() > 0).all()
-    assert (logra.linearised_kl(z, torch.full_like(dz, 7.0), 1.0, steps) < 1e-3).all()
-    assert (logra.linearised_kl(z, torch.zeros_like(dz), 1.0, steps) == 0).all()
-
-
-def test_exact_kl_is_the_float64_one_at_tiny_steps():
-    """sum p (log p - log q), by phi; the naive float32 sum is off at 1e-8."""
-    z, dz = policies()
-    for a in (1.0, 1e-2, 1e-3):
-        after = z + a * dz
-        expected = kl64(z, after, 0.7).sum().item()
-        assert logra.exact_kl(z, after, 0.7).item() == pytest.approx(expected, rel=5e-3)
-    z_after = z + 1e-4 * dz
-    log_p, log_q = z.log_softmax(-1), z_after.log_softmax(-1)
-    naive = abs((log_p.exp() * (log_p - log_q)).sum().item() / kl64(z, z_after).sum().item() - 1)
-    found = abs(logra.exact_kl(z, z_after, 1.0).item() / kl64(z, z_after).sum().item() - 1)
-    assert found < 0.05 and naive > 10 * found
-
-
-def test_phi_is_exact_on_both_sides_of_the_series():
-    """phi(x) = sum_{k >= 2} x^k / k!, by 60 terms in float64; e^x - 1 - x in float32 is not."""
-    x = torch.cat([torch.logspace(-8, 1, 60), torch.tensor([0.0999, 0.1, 0.1001])])
-    x = torch.cat([x, -x])
-    expected = [math.fsum(v**k / math.factorial(k) for k in range(2, 90)) for v in x.tolist()]
-    assert logra.phi(x).tolist() == pytest.approx(expected, rel=1e-5)
-    assert logra.phi(torch.zeros(1)).item() == 0
-    small = torch.tensor([1e-4])
-    assert abs((small.exp() - 1 - small).item() / 5e-9 - 1) > 0.1  # wrong
-
-
-@pytest.mark.parametrize("budget", [1e-7, 1e-4, 3e-3, 0.1, 1.0])
-@pytest.mark.parametrize("T", [1.0, 0.7])
-def test_grid_finds_the_step_within_one_per_cent(budget, T):
-    """alpha from 16 points against bisection of the float64 KL; also below the grid."""
-    z, dz = policies()
-    control = logra.KLControl(budget, alpha_max=3.0)
-    grid = control.grid()
-    assert len(grid) == 16 and grid[-1] == 3.0 and grid[0] == pytest.approx(3 / 1024)
-    curve = grid, (logra.linearised_kl(z, dz, T, grid) / len(z)).tolist()
-    low, high = 0.0, 3.0
-    for _ in range(60):
-        middle = (low + high) / 2
-        above = kl64(z, z.double() + middle * dz.double(), T).mean() > budget
-        low, high = (low, middle) if above else (middle, high)
-    assert high < 2.9
-    alpha = control.scale(curve, 0)
-    assert alpha == pytest.approx(high, rel=0.01)
-    assert logra.kl_at(curve, alpha) == pytest.approx(budget)
-
-
-def test_budget_is_a_cosine_with_both_ends():
-    """Endpoints at update 0 and updates - 1, the middle between them, constant after."""
-    control = logra.KLControl()
-    assert control.budget(0) == pytest.approx(2e-4) and control.budget(299) == pytest.approx(2e-5)
-    assert control.budget(298) > control.budget(299) == control.budget(300) == control.budget(9999)
-    expected = 2e-5 + 1.8e-4 * (1 + math.cos(math.pi * 100 / 299)) / 2
-    assert control.budget(100) == pytest.approx(expected)
-    assert logra.KLControl(3.0, 1.0, 5).budget(2) == pytest.approx(2.0)
-    assert logra.KLControl(3.0, 1.0, 1).budget(0) == 3.0
-
-
-def test_mismatch_is_an_average_taken_off_the_budget():
-    """m <- 0.7 m + 0.3 max(0, x); budget <- max(budget - m, budget / 2)."""
-    control = logra.KLControl(2e-4, 2e-4)
-    expected = 0.0
-    for x in (1e-4, -5.0, 2e-4):  # each clamped before it is averaged
-        control.observe(x)
-        expected = 0.7 * expected + 0.3 * max(x, 0)
-    assert control.mismatch == pytest.approx(expected) and 0 < expected < 1e-4
-    assert control.budget(0) == pytest.approx(2e-4 - expected)
-    control.observe(1.0)
-    assert control.budget(0) == pytest.approx(1e-4)
-
-
-def test_alpha_is_bounded_and_odd_predictions_are_refused():
-    """alpha_max binds; KL 0 -> 1; disabled -> 1; negative, NaN and inf raise."""
-    control = logra.KLControl(1e-4, alpha_max=3.0)
-    assert control.scale(([1.0], [4e-4]), 0) == pytest.approx(0.5)
-    assert control.scale(([1.0], [1e-12]), 0) == 3.0
-    assert control.scale(([0.1, 3.0], [1e-9, 1e-8]), 0) == 3.0
-    assert control.scale(([1.0], [0.0]), 0) == 1.0
-    assert logra.KLControl(1e-4, enabled=False).scale(([1.0], [4e-4]), 0) == 1.0
-    for bad in (-1e-9, math.nan, math.inf):
-        with pytest.raises(FloatingPointError, match="update 5"):
-            control.scale(([0.1, 1.0], [1e-4, bad]), 5)
-    assert logra.kl_at(([1.0], [4e-4]), 0.5) == pytest.approx(1e-4)
-    assert logra.kl_at(([1.0], [0.0]), 1.0) == 0 and logra.kl_at(([1.0], [1.0]), 0.0) == 0
-
-
-def test_excess_brings_a_quadratic_kl_to_the_budget():
-    """Keep sqrt(budget / realised), at least .1, also where alpha is 1; 0 within the budget."""
-    control = logra.KLControl(1e-3, 1e-3)
-    for kl in (1.1e-3, 4e-3, 9e-2):
-        assert kl * (1 - control.excess(kl, 0)) ** 2 == pytest.approx(1e-3)
-    assert control.excess(1.0, 0) == pytest.approx(0.9)
-    assert control.excess(1e-3, 0) == control.excess(0.0, 0) == 0
-    control.observe(1.0)  # the mismatch takes half of the budget
-    assert control.excess(1e-3, 0) == pytest.approx(1 - 0.5**0.5)
-    assert logra.KLControl(1e-3, enabled=False).excess(4e-3, 0) == pytest.approx(0.5)
-    for bad in (math.nan, math.inf):
-        with pytest.raises(FloatingPointError, match="update 7"):
-            control.excess(bad, 7)
-
-
-@pytest.mark.parametrize("window", [None, 100])
-@pytest.mark.parametrize("kv_heads", [1, 2, 4])
-def test_blockwise_attention_is_attention(kv_heads, window):
-    """softmax(Q K^T scale + mask) V over 1100 queries, so three blocks, against torch's own."""
-    g = torch.Generator().manual_seed(0)
-    L, pad = 1100, 30
-    Q = torch.randn(2, 4, L, 8, generator=g)
-    K, V = (torch.randn(2, kv_heads, L, 8, generator=g) for _ in range(2))
-    seen = torch.ones(L, L).tril().bool()
-    if window:
-        seen &= torch.ones(L, L).triu(1 - window).bool()
-    seen = seen.repeat(2, 1, 1, 1)
-    seen[1, ..., :pad] = False  # padding on the left of the second row
-    seen |= torch.eye(L).bool()
-    mask = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
-    found, _ = logra.blockwise_attention(None, Q, K, V, mask, 0.3)
-    expected = F.scaled_dot_product_attention(Q, K, V, seen, scale=0.3, enable_gqa=True)
-    assert (found - expected.transpose(1, 2)).abs().max() < 1e-5
-    wrong, _ = logra.blockwise_attention(None, Q, K, V, mask.roll(512, 2), 0.3)
-    assert (wrong - expected.transpose(1, 2)).abs().max() > 0.1  # the mask of another block
-
-
-def test_blockwise_attention_caps_scores():
-    """softcap: scores <- c tanh(scores / c)."""
-    g = torch.Generator().manual_seed(0)
-    Q, K, V = (torch.randn(1, 2, 9, 4, generator=g) for _ in range(3))
-    mask = torch.zeros(1, 1, 9, 9).masked_fill(torch.ones(9, 9).triu(1).bool(), -math.inf)
-    found, _ = logra.blockwise_attention(None, Q, K, V, mask, 1.0, softcap=0.5)
-    scores = 0.5 * torch.tanh(Q.double() @ K.double().mT / 0.5) + mask
-    assert rel(found, (scores.softmax(-1) @ V.double()).transpose(1, 2)) < 1e-6
-
-
-@pytest.mark.parametrize("window", [None, 8])
-def test_probe_attention_computes_what_the_model_does(window):
-    """Logits inside the probe = logits outside, beyond 512 tokens and with a sliding window."""
-    kw = {"use_sliding_window": True, "sliding_window": window, "max_window_layers": 0}
-    model = tiny_qwen2(peak=12.0, **(kw if window else {}))
-    ids = torch.arange(600)[None] % 61
-    with torch.no_grad():
-        outside = model(ids).logits
-        with logra.probe_mode(model):
-            inside = model(ids).logits
-        assert (inside - outside).abs().max() < 1e-4
-        if window:
-            full = tiny_qwen2(peak=12.0)(ids).logits
-            assert (full - outside).abs().max() > 0.01  # the window matters
+    for path, module in sketches.layers.items():
+        assert optimizer.state[path].keys() == {"d_in", "v"}
+        assert optimizer.state[path]["v"].shape == (module.out_features,)
 
 
 # ------------------------------------------------------------------------------------------------
-# 5  GRPO objective
+# 4  Objective
 # ------------------------------------------------------------------------------------------------
 
 
-def test_equal_rewards_get_exactly_zero():
-    """std 0 and G = 1 give 0, not NaN; also 0.1, whose mean is not exactly itself."""
-    adv = logra.group_advantages(torch.tensor([[1.0, 1.0], [0.0, 1.0]]))
-    assert adv.tolist() == [[0.0, 0.0], [-1.0, 1.0]]
-    assert logra.group_advantages(torch.tensor([[3.0], [0.1]])).tolist() == [[0.0], [0.0]]
-    for value in (0.1, -0.01, 1e-30, 1e30, 0.0):
-        for n in (3, 7, 10):
-            for std in (True, False):
-                for dtype in (torch.float32, torch.float64):
-                    same = torch.full((1, n), value, dtype=dtype)
-                    assert (logra.group_advantages(same, std) == 0).all()
-    tiny_difference = torch.tensor([[0.1, 0.1 + 1e-6]], dtype=torch.float64)
-    assert logra.group_advantages(tiny_difference)[0].tolist() == pytest.approx([-1, 1])
+@pytest.mark.parametrize(
+    "rewards, divide_by_std, expected",
+    [
+        ([[4, 0, 0, 0]], True, [[3**0.5] + [-(3**-0.5)] * 3]),  # std 3^.5; of n - 1 it were 2
+        ([[4, 0, 0, 0]], False, [[3, -1, -1, -1]]),
+        ([[1, 0], [1, 1]], True, [[1, -1], [0, 0]]),  # two groups, be their prompts the same
+        ([[3.0], [0.1]], True, [[0], [0]]),
+        ([[0.1, 0.1 + 1e-6]], True, [[-1, 1]]),  # small, but no rounding
+    ],
+    ids=["std", "centred", "position", "one answer", "close"],
+)
+def test_group_advantages(rewards, divide_by_std, expected):
+    """(reward - mean) / std of the group, or without the std, worked by hand."""
+    rewards = torch.tensor(rewards, dtype=torch.float64)
+    found = logra.group_advantages(rewards, {}, divide_by_std)
+    assert found.flatten().tolist() == pytest.approx(torch.tensor(expected).flatten().tolist())
 
 
-def test_advantages_are_the_group_formula():
-    """(r - mean) / std with the std of the group itself (no n - 1); off: r - mean."""
-    r = [1.0, 0.0, 0.0, 0.5]
-    mean = sum(r) / 4
-    std = math.sqrt(sum((x - mean) ** 2 for x in r) / 4)
-    found = logra.group_advantages(torch.tensor([r, [5.0, 5.0, 5.0, 9.0]]))
-    assert found[0].tolist() == pytest.approx([(x - mean) / std for x in r])
-    centred = logra.group_advantages(torch.tensor([r]), divide_by_std=False)
-    assert centred[0].tolist() == pytest.approx([x - mean for x in r])
-    sample_std = torch.tensor(r).std().item()
-    assert abs((r[0] - mean) / sample_std - found[0, 0].item()) > 0.1  # wrong
+def test_running_mean_judges_by_the_steps_before():
+    """By hand: reward - b, then b <- 0.9 b + 0.1 mean; the first mean to begin with."""
+    state = {}
+    for rewards, expected, b in (
+        ([1.0, 0.0, 0.0, 1.0], [0.5, -0.5, -0.5, 0.5], 0.5),
+        ([1.0, 1.0, 1.0, 1.0], [0.5, 0.5, 0.5, 0.5], 0.55),
+        ([-0.01, 1.0], [-0.56, 0.45], 0.5445),
+    ):
+        found = logra.running_mean_advantages(torch.tensor(rewards).double()[:, None], state)
+        assert found.flatten().tolist() == pytest.approx(expected)
+        assert state["baseline"] == pytest.approx(b)
 
 
-def test_groups_go_by_position():
-    """Two equal prompts, rewards [1, 0] and [1, 1]: two groups; one of four would differ."""
-    rewards = torch.tensor([[1.0, 0.0], [1.0, 1.0]])
-    assert logra.group_advantages(rewards).tolist() == [[1.0, -1.0], [0.0, 0.0]]
-    merged = logra.group_advantages(rewards.view(1, 4)).view(2, 2)
-    assert (merged[1] != 0).all()  # wrong
+# ratio, old - engine, advantage -> loss, d loss / d logp
+OBJECTIVE = [
+    (1.0, 0.0, 2.0, -2.0, -2.0),
+    (1.0, 0.0, -2.0, 2.0, 2.0),
+    (1.5, 0.0, 1.0, -1.28, 0.0),  # above 1 + 0.28: no further up
+    (1.5, 0.0, -1.0, 1.5, 1.5),  # but down again
+    (1.25, 0.0, 1.0, -1.25, -1.25),  # between the two: clip_high is not clip_low
+    (0.5, 0.0, 1.0, -0.5, -0.5),
+    (0.5, 0.0, -1.0, 0.8, 0.0),  # below 1 - 0.2: no further down
+    (1.0, math.log(1.5), 1.0, -1.5, -1.5),  # importance
+    (1.0, math.log(5.0), 1.0, -2.0, -2.0),  # capped
+    (1.0, math.log(0.1), -1.0, 0.1, 0.1),  # not from below
+    (1.5, math.log(5.0), 1.0, -2.56, 0.0),
+    (1.1, 0.3, 0.0, 0.0, 0.0),
+]
 
 
-def test_running_mean_judges_by_the_steps_before(monkeypatch):
-    """Worked by hand: baseline b <- 0.9 b + 0.1 mean, the first mean to begin with; one answer to
-    a prompt will do, and a difference that is rounding is no signal."""
-    rewards = torch.tensor([[1.0], [0.0], [0.0], [1.0]])
-    first, b = logra.running_mean_advantages(rewards, None)
-    assert first.tolist() == [[0.5], [-0.5], [-0.5], [0.5]] and b == 0.5
-    second, b = logra.running_mean_advantages(torch.ones(4, 1), b)
-    assert second.tolist() == [[0.5]] * 4 and b == pytest.approx(0.9 * 0.5 + 0.1 * 1.0)
-    third, b = logra.running_mean_advantages(torch.tensor([[-0.01], [1.0]]), b)
-    assert third.flatten().tolist() == pytest.approx([-0.01 - 0.55, 1 - 0.55], rel=1e-6)
-    same = torch.full((7, 1), 0.1, dtype=torch.float64)
-    for baseline in (None, 0.1 + 1e-16):
-        assert (logra.running_mean_advantages(same, baseline)[0] == 0).all()
-    others = torch.tensor([0.0, 2.0])  # two answers of another rank, neither right
-    monkeypatch.setattr(logra, "rank_sum", lambda total: total + others)
-    fourth, b = logra.running_mean_advantages(rewards, None)
-    assert b == pytest.approx(2 / 6) and fourth[1].item() == pytest.approx(-2 / 6)
+def test_grpo_objective_is_the_table():
+    """-sum w min(ratio adv, clip(ratio) adv), w = min(exp(old - engine), 2), over all tokens."""
+    answer = torch.tensor([0, 1, 1, 2, 3, 4, 4, 4, 5, 6, 7, 8, 9, 10, 11])  # of each token
+    ratio, drift, adv, loss, slope = torch.tensor(OBJECTIVE, dtype=torch.float64).T
+    old = [torch.full((n,), -1.5).double() for n in answer.bincount()]
+    logps = [(x + r.log()).requires_grad_() for x, r in zip(old, ratio)]
+    engine = [x - d for x, d in zip(old, drift)]
+    found = logra.grpo_objective(logps, old, engine, adv)
+    found.backward()
+    assert found.item() == pytest.approx(loss[answer].sum().item())
+    assert torch.cat([x.grad for x in logps]).tolist() == pytest.approx(slope[answer].tolist())
 
 
 @pytest.mark.parametrize("chunk", [512, 4, 1])
@@ -1427,41 +511,373 @@ def test_token_logprobs_are_at_temperature(chunk):
     (found * weight).sum().backward()
     h = hidden.detach().double().requires_grad_()
     z = h @ head.weight.detach().double().T + head.bias.detach().double()
-    expected = (z / 0.6).log_softmax(-1).gather(1, ids[:, None])[:, 0]
+    expected = (z / 0.6).log_softmax(-1)[range(11), ids]
     (expected * weight.double()).sum().backward()
-    assert (found.double() - expected).abs().max() < 1e-5
-    assert rel(hidden.grad, h.grad) < 1e-6
-    assert (z.log_softmax(-1).gather(1, ids[:, None])[:, 0] - expected).abs().mean() > 0.1
+    assert (found - expected).abs().max() < 1e-5 and rel(hidden.grad, h.grad) < 1e-6
+    assert (z.log_softmax(-1)[range(11), ids] - expected).abs().mean() > 0.1  # wrong
 
 
-def test_policy_loss_is_the_table():
-    """-sum w min(ratio adv, clip(ratio) adv): both clips, both signs, and the cap of w at 2."""
-    # ratio, old - engine, advantage -> loss, d loss / d logp
-    table = [
-        (1.0, 0.0, 2.0, -2.0, -2.0),
-        (1.0, 0.0, -2.0, 2.0, 2.0),
-        (1.5, 0.0, 1.0, -1.28, 0.0),  # above 1 + 0.28: no further up
-        (1.5, 0.0, -1.0, 1.5, 1.5),  # but down again
-        (1.25, 0.0, 1.0, -1.25, -1.25),  # between the two: clip_high is not clip_low
-        (0.5, 0.0, 1.0, -0.5, -0.5),
-        (0.5, 0.0, -1.0, 0.8, 0.0),  # below 1 - 0.2: no further down
-        (1.0, math.log(1.5), 1.0, -1.5, -1.5),  # importance
-        (1.0, math.log(5.0), 1.0, -2.0, -2.0),  # capped
-        (1.0, math.log(0.1), -1.0, 0.1, 0.1),  # not from below
-        (1.5, math.log(5.0), 1.0, -2.56, 0.0),
-        (1.1, 0.3, 0.0, 0.0, 0.0),
-    ]
-    ratio, drift, adv, loss, slope = torch.tensor(table, dtype=torch.float64).T
-    old = torch.linspace(-3, -1, len(table), dtype=torch.float64)
-    logp = (old + ratio.log()).requires_grad_()
-    found = logra.policy_loss(logp, old, old - drift, adv, 0.2, 0.28)
-    found.backward()
-    assert found.item() == pytest.approx(loss.sum().item())  # a sum; a mean would be a twelfth
-    assert logp.grad.tolist() == pytest.approx(slope.tolist())
-    for i in range(len(table)):
-        one = slice(i, i + 1)
-        args = logp.detach()[one], old[one], (old - drift)[one], adv[one]
-        assert logra.policy_loss(*args, 0.2, 0.28).item() == pytest.approx(loss[i].item())
+# ------------------------------------------------------------------------------------------------
+# 5  Predicted KL
+# ------------------------------------------------------------------------------------------------
+
+
+def proposal(dtype=torch.float32, seed=0, update_ratio=2e-3):
+    """A peaked model, a float64 twin without sketches, sketches with a U, optimizer, a probe."""
+    model = tiny_qwen2(dtype=dtype, seed=seed, peak=12.0)
+    plain = copy.deepcopy(model).double().requires_grad_(False)
+    probe = logra.micro_batches(answers([7, 4, 9], seed), 9)[0]  # in the order of the probe's rows
+    sketches, optimizer = sketched(model, 8, probe, update_ratio)
+    return model, plain, sketches, optimizer, probe
+
+
+def tangent_of_logits(model, sketches, samples):
+    """z and z' [n, V] as predict_kl has them inside."""
+    with torch.no_grad(), logra.probe_mode(model, sketches), forward_ad.dual_level():
+        hidden, _ = logra.response_hidden(model, samples, model.device)
+        return forward_ad.unpack_dual(logra.policy_head(model)(hidden))
+
+
+def test_logit_tangent_is_the_finite_difference():
+    """z' = d/da logits(W - a U A): a central difference through the model's own attention."""
+    model, plain, sketches, _, probe = proposal(torch.float64)
+    assert model.config._attn_implementation == plain.config._attn_implementation == "sdpa"
+    z, z_dot = tangent_of_logits(model, sketches, probe)
+    ahead, behind = (logits_along(model, plain, sketches, probe, a) for a in (0.1, -0.1))
+    assert rel(z, logits_along(model, plain, sketches, probe, 0)) < 1e-6
+    assert rel(z_dot, (ahead - behind) / 0.2) < 1e-3
+    sketches.U["model.layers.0.self_attn.v_proj"].zero_()
+    _, lost = tangent_of_logits(model, sketches, probe)
+    assert rel(lost, z_dot) > 0.01  # wrong: the derivative of one layer is lost
+
+
+@pytest.mark.parametrize("T", [1.0, 0.6])
+def test_predicted_kl_is_the_curvature_of_the_exact_kl(T):
+    """mean Var_p(z' / T) / 2 = (KL(h) + KL(-h)) / 2 h^2; without T it is another number."""
+    model, plain, sketches, _, probe = proposal(torch.float64, update_ratio=1e-3)
+    ([one], [kl]), _ = logra.predict_kl(model, sketches, probe, T)
+    z, ahead, behind = (logits_along(model, plain, sketches, probe, a) for a in (0, 0.1, -0.1))
+    curvature = (kl64(z, ahead, T) + kl64(z, behind, T)).mean().item() / (2 * 0.1**2)
+    assert one == 1.0 and kl == pytest.approx(curvature, rel=3e-3)
+    (_, [without_T]), _ = logra.predict_kl(model, sketches, probe, 1.0)
+    assert T == 1 or abs(without_T / curvature - 1) > 0.2  # wrong
+
+
+def policies():
+    """Logits and their derivative at 50 positions, float32 [50, 64]."""
+    g = torch.Generator().manual_seed(0)
+    return 3 * torch.randn(50, 64, generator=g), torch.randn(50, 64, generator=g)
+
+
+@pytest.mark.parametrize("T", [1.0, 0.7])
+def test_linearised_kl_is_the_kl_of_the_linearised_policy(T):
+    """KL(p || softmax((z + a z') / T)) at any a; the quadratic one is its limit at a = 0."""
+    z, z_dot = policies()
+    alphas = [1e-4, 1e-2, 0.3, 1.0, 5.0]
+    found = logra.predicted_kls(z, z_dot, T, alphas).tolist()
+    expected = [kl64(z, z.double() + a * z_dot.double(), T).sum().item() for a in alphas]
+    assert found == pytest.approx(expected, rel=1e-4)
+    quadratic = logra.predicted_kls(z, z_dot, T).item()
+    assert quadratic * 1e-4**2 == pytest.approx(expected[0], rel=1e-3)
+    assert abs(quadratic * 5**2 / expected[-1] - 1) > 0.1  # but not at a = 5
+    assert logra.predicted_kls(z, z_dot, T, [1e4]).isfinite().all()
+
+
+def test_tiny_kls_are_not_lost_in_rounding():
+    """The KL of steps of 1e-4 in float32, by phi; as a sum of p (log p - log q) it is lost."""
+    z, z_dot = policies()
+    z_after = z + 1e-4 * z_dot
+    expected = kl64(z, z_after).sum().item()
+    assert logra.exact_kl(z, z_after, 1.0).item() == pytest.approx(expected, rel=0.05)
+    log_p, log_q = z.log_softmax(-1), z_after.log_softmax(-1)
+    naive = (log_p.exp() * (log_p - log_q)).sum().item()
+    assert abs(naive / expected - 1) > 0.5  # wrong
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("linearised, budget", [(False, 1e-5), (True, 1e-4)])
+def test_step_spends_the_budget(linearised, budget, seed):
+    """The KL is that predicted for alpha, the budget; within 3%, by two models in float64."""
+    model, plain, sketches, optimizer, probe = proposal(seed=seed)
+    control = logra.KLControl(budget, alpha_max=100.0)
+    alphas = control.grid() if linearised else None
+    curve, hidden = logra.predict_kl(model, sketches, probe, alphas=alphas)
+    alpha = control.alpha_for(curve, 0)
+    z, z_after = (logits_along(model, plain, sketches, probe, a) for a in (0, alpha))
+    kl = kl64(z, z_after).mean().item()
+    assert kl == pytest.approx(budget, rel=0.03)
+    assert logra.kl_at(curve, alpha) == pytest.approx(budget)
+    optimizer.step(alpha)
+    assert logra.realised_kl(model, probe, hidden) == pytest.approx(kl, rel=0.01)
+
+
+@pytest.mark.parametrize("budget", [1e-7, 1e-4, 3e-3, 0.1, 1.0])
+def test_sixteen_alphas_find_the_step_within_one_per_cent(budget):
+    """Against bisection of the float64 KL; 1e-7 is below the first of them."""
+    z, z_dot = policies()
+    control = logra.KLControl(budget, alpha_max=3.0)
+    kls = logra.predicted_kls(z, z_dot, 1.0, control.grid()) / len(z)
+    low, high = 0.0, 3.0
+    for _ in range(60):
+        a = (low + high) / 2
+        above = kl64(z, z.double() + a * z_dot.double()).mean() > budget
+        low, high = (low, a) if above else (a, high)
+    assert control.alpha_for((control.grid(), kls.tolist()), 0) == pytest.approx(high, rel=0.01)
+
+
+def test_budget_is_a_cosine_with_both_ends():
+    """By hand at the ends, in the middle, at a third of the way (cos 60 degrees) and after."""
+    control = logra.KLControl(budget=5.0, final_budget=1.0, updates=7)
+    found = [control.budget(update) for update in (0, 2, 3, 6, 7, 999)]
+    assert found == pytest.approx([5.0, 4.0, 3.0, 1.0, 1.0, 1.0])
+    assert logra.KLControl(5.0, 1.0, updates=1).budget(0) == 5.0
+
+
+def test_mismatch_is_an_average_taken_off_the_budget():
+    """m <- 0.7 m + 0.3 max(0, mean over tokens); budget <- max(budget - m, budget / 2)."""
+    control = logra.KLControl(2e-4, 2e-4)
+    control.observe([torch.tensor([0.0, 0.0, 4e-4]), torch.tensor([0.0])])  # 1e-4 over 4 tokens
+    assert control.mismatch == pytest.approx(0.3e-4)
+    control.observe([torch.tensor([-5.0])])  # bounded before it is averaged
+    control.observe([])  # nothing was seen
+    assert control.mismatch == pytest.approx(0.21e-4)
+    assert control.budget(0) == pytest.approx(2e-4 - 0.21e-4)
+    control.observe([torch.tensor([1.0])])
+    assert control.budget(0) == pytest.approx(1e-4)
+
+
+# ------------------------------------------------------------------------------------------------
+# 6  Generation and sync, without vLLM
+# ------------------------------------------------------------------------------------------------
+
+PROMPTS = [[5], [1, 2, 3], [9, 9], [4, 3, 2, 1, 0, 7], [1, 2, 3]]
+
+
+@pytest.mark.parametrize("T", [0.7, 0.0])
+def test_generator_logprobs_are_the_trainers(T):
+    """At T = 0.7 the two agree within 1e-4, so no pass has dropout; T = 0 takes the largest."""
+    model = tiny_qwen2(peak=12.0, attention_dropout=0.1)
+    samples = logra.HFGenerator(model, [3]).generate(PROMPTS, range(5), 10, T)
+    engine = torch.tensor([x for s in samples for x in s.logprobs])
+    with torch.no_grad():
+        hidden, ids = logra.response_hidden(model, samples, model.device)
+        logp, without_T = (
+            logra.token_logprobs(hidden, model.lm_head, ids, t) for t in (T or 1.0, 1.0)
+        )
+    assert (logp - engine).abs().max() < 1e-4
+    if T:
+        assert (without_T - engine).abs().mean() > 1e-2  # wrong
+    else:
+        assert torch.equal(model.lm_head(hidden).argmax(-1), ids)
+
+
+def test_tokens_are_drawn_from_the_softmax():
+    """Of 4096 first tokens, each one's part is p = softmax(z / T) within 5 standard errors."""
+    model, n = tiny_qwen2(peak=12.0), 4096
+    seeds = [logra.stable_seed("sample", i) for i in range(n)]
+    samples = logra.HFGenerator(model, []).generate([[1, 2, 3]] * n, seeds, 1, temperature=0.7)
+    part = torch.tensor([s.completion[0] for s in samples]).bincount(minlength=64) / n
+    with torch.no_grad():
+        z = model(torch.tensor([[1, 2, 3]])).logits[0, -1].double()
+    p, without_T = (z / 0.7).softmax(-1), z.softmax(-1)
+    error = 5 * (p * (1 - p) / n).sqrt() + 5 / n  # rare tokens come once or twice
+    assert ((part - p).abs() < error).all() and not ((part - without_T).abs() < error).all()
+
+
+@pytest.mark.parametrize("dtype, lost", [(torch.float32, 0.0), (torch.bfloat16, 0.9)])
+def test_an_engine_follows_by_factors_alone(dtype, lost):
+    """Its weights are the trainer's to the bit, rounded to its own dtype.  Of steps of 6e-5 that
+    are subtracted from bfloat16 weights in place, nine tenths are lost."""
+    model, engine, served = tiny_qwen2(), logra.SketchSync(), tiny_qwen2(seed=1, dtype=dtype)
+    sketches, optimizer = sketched(model, update_ratio=6e-5)
+    engine.get_model = lambda: served
+    W = {path: module.weight.detach() for path, module in sketches.layers.items()}
+    engine.sync_weights(W.items(), sketches.settings, ranks=1)
+    path, start = "model.layers.0.mlp.up_proj", engine.sync_read()
+    in_place = start[path].clone()
+    for update in range(20):
+        (-weighted_logp(model, answers([4, 6]))).backward()
+        optimizer.propose(10)
+        A, factors = sketches.A[64], optimizer.step()
+        engine.sync_factors(factors, update)
+        in_place -= (factors[path].float() @ A).to(dtype)
+    read = engine.sync_read()
+    assert all(torch.equal(read[name], w.to(dtype)) for name, w in W.items())
+    moved, moved_in_place = (rel(x, start[path]) for x in (read[path], in_place))
+    assert moved > 5e-5 and (1 - moved_in_place / moved >= lost - 1e-3)
+
+
+# ------------------------------------------------------------------------------------------------
+# Behaviour of the parts
+# ------------------------------------------------------------------------------------------------
+
+
+def test_projection_never_changes_silently():
+    """Golden: a run goes on with the A it had, whatever version of logra.py or torch made it."""
+    assert logra.stable_seed("a", 1, "b") == 3159813902661208101
+    signs = torch.tensor([[1, -1, 1, -1, 1], [1, 1, 1, -1, 1], [-1, 1, -1, 1, -1]])
+    assert torch.equal(logra.make_projection(3, 5, 7), signs * 3**-0.5)
+    A = logra.make_projection(1, 3, 7, "gaussian")[0]
+    assert A.tolist() == pytest.approx([-0.146795, 0.786141, 0.946822], rel=1e-6)
+
+
+@pytest.mark.parametrize("d_out, d_in", [(24, 8), (6, 24), (6, 6), (1, 6)])
+@pytest.mark.parametrize("r", [1, 5, 40])
+def test_sketch_of_any_shape(d_out, d_in, r):
+    """Tall, wide, square and a single row, r below and above d_in: always S = dW A^T [d_out, r]."""
+    torch.manual_seed(0)
+    layer, X, dY = torch.nn.Linear(d_in, d_out), torch.randn(3, 7, d_in), torch.randn(3, 7, d_out)
+    sketches = logra.Sketches({"x": layer}, r)
+    layer(X).backward(dY)
+    dW = torch.einsum("blo,bli->oi", dY, X)
+    assert sketches.S["x"].shape == (d_out, r)
+    assert rel(sketches.S["x"], dW @ sketches.A[d_in].T) < 1e-5
+
+
+def test_layers_of_one_input_share_its_product_with_the_projection():
+    """X A^T is made once for q and k; X changed in place, and another A, have their own."""
+    torch.manual_seed(0)
+    q, k, X = torch.nn.Linear(9, 4), torch.nn.Linear(9, 4), torch.randn(3, 9)
+    sketches = logra.Sketches({"q": q, "k": k}, 6)
+    q(X)
+    XA = sketches.last[2]
+    k(X)
+    assert sketches.last[2] is XA
+    k(X.mul_(3)).sum().backward()
+    assert rel(sketches.S["k"], torch.ones(4, 3) @ X @ sketches.A[9].T) < 1e-6
+    sketches.start_update(1)
+    k(X).sum().backward()
+    assert rel(sketches.S["k"], torch.ones(4, 3) @ X @ sketches.A[9].T) < 1e-6
+
+
+def attached():
+    model = tiny_llama()
+    logra.attach_sketches(model, 4)
+    return model
+
+
+@pytest.mark.parametrize(
+    "make, options, words",
+    [
+        (lambda: torch.nn.Linear(3, 3), {}, "no list of decoder layers"),
+        (lambda: torch.nn.ModuleDict({"layers": torch.nn.ModuleList()}), {}, "no nn.Linear"),
+        (tiny_llama, {"targets": ["q_proj", "Wq"]}, "called Wq"),
+        (tiny_llama, {"r": 0}, "r must be at least 1"),
+        (tiny_llama, {"kind": "sparse"}, "'sparse'"),
+        (lambda: tiny_llama(dtype=torch.bfloat16), {}, "q_proj is torch.bfloat16"),
+        (attached, {}, "q_proj has a forward of its own"),
+    ],
+)
+def test_nothing_to_train_raises(make, options, words):
+    with pytest.raises(ValueError, match=words):
+        logra.attach_sketches(make(), **{"r": 4, **options})
+
+
+def test_targets_narrow_what_is_trained(capsys):
+    """Weights of layers of those names have gradients, all else is frozen, counted and told."""
+    model = tiny_qwen2()
+    assert len(logra.find_targets(model)) == 14 and "lm_head" not in logra.find_targets(model)
+    logra.attach_sketches(model, 4, ["q_proj", "down_proj"])
+    trained = {name: p.numel() for name, p in model.named_parameters() if p.requires_grad}
+    sizes = {"self_attn.q_proj": 64 * 64, "mlp.down_proj": 64 * 96}
+    assert trained == {f"model.layers.{i}.{x}.weight": n for i in (0, 1) for x, n in sizes.items()}
+    # of each layer o, k and v, gate and up, biases; then embedding and head, norms
+    frozen = 2 * (64 * 64 + 2 * 32 * 64 + 2 * 64 * 96 + 64 + 32 + 32) + 2 * 64 * 64 + 5 * 64
+    assert capsys.readouterr().err == (
+        "r = 4: 4 linear layers (20,480 weights) are trained; 23 other tensors"
+        f" ({frozen:,} weights and biases) are frozen\n"
+    )
+
+
+@pytest.mark.parametrize("rule", logra.RULES)
+def test_zero_sketch_proposes_nothing(rule):
+    """S = 0: U = 0, W stays, and nothing is NaN."""
+    model = tiny_llama()
+    sketches, optimizer = sketched(model, rule=logra.RULES[rule])
+    before = copy.deepcopy(model.state_dict())
+    optimizer.propose(7)
+    assert norm_of(sketches.U.values()) == 0
+    optimizer.step()
+    assert all(torch.equal(before[k], W) for k, W in model.state_dict().items())
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_nan_in_the_sketch_moves_no_weight(bad):
+    """FloatingPointError before v or any W is written."""
+    model = tiny_llama()
+    sketches, optimizer = sketched(model)
+    before = copy.deepcopy(model.state_dict())
+    sketches.S["model.layers.1.mlp.up_proj"][17, 3] = bad
+    with pytest.raises(FloatingPointError, match="sketch of update 0"):
+        optimizer.propose(4)
+    assert all(torch.equal(before[k], W) for k, W in model.state_dict().items())
+    assert all(state.keys() == {"d_in"} for state in optimizer.state.values())
+
+
+def test_calls_out_of_order_are_refused():
+    """S and U are never there together: step, propose and backward follow one another."""
+    model = tiny_llama()
+    sketches, optimizer = sketched(model)
+    with pytest.raises(RuntimeError, match="no U"):
+        optimizer.step()
+    optimizer.propose(1)
+    with pytest.raises(RuntimeError, match="twice"):
+        optimizer.propose(1)
+    with pytest.raises(RuntimeError, match="between"):
+        weighted_logp(model, answers([4]))
+    optimizer.step()
+    weighted_logp(model, answers([4])).backward()
+    assert norm_of(sketches.S.values()) > 0  # and training goes on
+
+
+@pytest.mark.parametrize("rule", logra.RULES)
+def test_state_dict_roundtrip_is_bitwise(rule):
+    """Saved, loaded with weights_only=True: the next update is the same to the bit, A included."""
+    model, samples, file = tiny_qwen2(), answers([4, 6]), io.BytesIO()
+    _, optimizer = sketched(model, 8, samples, rule=logra.RULES[rule])
+    optimizer.step()
+    torch.save([optimizer.state_dict(), model.state_dict()], file)
+    file.seek(0)
+    state, weights = torch.load(file, weights_only=True)
+    twin = tiny_qwen2(seed=1)
+    twin.load_state_dict(weights)
+    _, twin_optimizer = sketched(twin, rule=logra.RULES[rule])
+    twin_optimizer.load_state_dict(state)
+    for m, o in ((model, optimizer), (twin, twin_optimizer)):
+        (-weighted_logp(m, samples)).backward()
+        o.propose(10)
+        o.step()
+    assert all(torch.equal(W, model.state_dict()[k]) for k, W in twin.state_dict().items())
+    assert torch.equal(twin_optimizer.sketches.A[64], optimizer.sketches.A[64])
+
+
+@pytest.mark.parametrize(
+    "change, word",
+    [
+        *(({"r": 9}, "r"), ({"seed": 1}, "seed"), ({"kind": "gaussian"}, "kind")),
+        *(({"refresh": 2}, "refresh"), ({"targets": ["q_proj"]}, "layers")),
+        *(({"rule": logra.sketch_muon}, "rule"), ({"rule": logra.sketch_adam}, "rule")),
+    ],
+)
+def test_state_of_another_run_is_refused(change, word):
+    """ValueError that names what differs; nothing is taken over."""
+    _, optimizer = sketched(tiny_llama(), 8, answers([4]))
+    optimizer.step()
+    _, other = sketched(tiny_llama(), **{"r": 8, **change})
+    with pytest.raises(ValueError, match=f"the checkpoint has {word} "):
+        other.load_state_dict(optimizer.state_dict())
+    assert other.update == 0 and all(state.keys() == {"d_in"} for state in other.state.values())
+
+
+@pytest.mark.parametrize("value", [0.1, -0.01, 1e-30, 1e30, 0.0])
+@pytest.mark.parametrize("n", [1, 3, 7, 10])
+def test_equal_rewards_get_exactly_zero(n, value):
+    """Not NaN, nor what rounding makes of 0.1, whose mean is not exactly itself."""
+    same = torch.full((1, n), value, dtype=torch.float64)
+    for std in (True, False):
+        assert (logra.group_advantages(same, {}, std) == 0).all()
+    for state in ({}, {"baseline": value * (1 + 1e-15)}):
+        assert (logra.running_mean_advantages(same.T, state) == 0).all()
 
 
 def test_loss_covers_the_generated_tokens():
@@ -1477,112 +893,106 @@ def test_loss_covers_the_generated_tokens():
         alone = []
         for s in samples:
             out = model.model(input_ids=torch.tensor([s.prompt + s.completion])).last_hidden_state
-            alone.append(out[0, len(s.prompt) - 1 : len(s.prompt) + len(s.completion) - 1])
+            alone.append(out[0, len(s.prompt) - 1 : -1])
     assert target.tolist() == [5, 6, 9, 0, 9, 7]
     assert hidden.shape == (6, 64) and torch.allclose(hidden, torch.cat(alone), atol=1e-5)
 
 
-def test_padding_and_order_change_nothing():
-    """Log-probs and S of a batch, of its rows alone and of the batch reversed are the same."""
-    samples, found = answers([2, 9, 5, 1]), {}
-    for name, batches in {
-        "batch": [samples],
-        "alone": [[s] for s in samples],
-        "reversed": [samples[::-1]],
-    }.items():
-        model = tiny_qwen2(peak=12.0)
-        sketches, _ = sketched(model)
-        logps = []
-        for batch in batches:
-            hidden, target = logra.response_hidden(model, batch, model.device)
-            logp = logra.token_logprobs(hidden, model.lm_head, target, 1.0)
-            logps += zip(map(id, batch), logp.split([len(s.completion) for s in batch]))
-            weighted_logp(model, batch).backward()
-        logps = dict(logps)
-        found[name] = torch.cat([logps[id(s)] for s in samples]).detach(), sketches.buffer.clone()
-    for name in ("alone", "reversed"):
-        assert (found[name][0] - found["batch"][0]).abs().max() < 1e-5
-        assert rel(found[name][1], found["batch"][1]) < 1e-5
+@pytest.mark.parametrize("window", [None, 8])
+def test_probe_attention_computes_what_the_model_does(window):
+    """Logits inside the probe = logits outside: three blocks of queries, four heads of which two
+    share keys and values, a sliding window."""
+    kw = {"use_sliding_window": True, "sliding_window": window, "max_window_layers": 0}
+    kw = {"num_attention_heads": 4, "num_key_value_heads": 2, **(kw if window else {})}
+    model, ids = tiny_qwen2(peak=12.0, **kw), torch.arange(300)[None] % 61
+    with torch.no_grad():
+        outside = model(ids).logits
+        with logra.probe_mode(model):
+            inside = model(ids).logits
+    assert (inside - outside).abs().max() < 1e-4
 
 
-def test_dropout_is_off_in_both_passes():
-    """Dropout 0.1 in the config: engine and trainer agree in eval(), the first ratio is 1."""
-    model = tiny_qwen2(peak=12.0, attention_dropout=0.1)  # eval(), as train.load_model does
-    [s] = logra.HFGenerator(model, []).generate([[1, 2, 3]], [0], 8)
-
-    def ratios():
-        with torch.no_grad():
-            hidden, target = logra.response_hidden(model, [s], model.device)
-            logp = logra.token_logprobs(hidden, model.lm_head, target, 1.0)
-        return (logp - torch.tensor(s.logprobs)).exp()
-
-    assert (ratios() - 1).abs().max() < 1e-4
-    model.train()
-    assert (ratios() - 1).abs().max() > 1e-3  # wrong
-
-
-# ------------------------------------------------------------------------------------------------
-# 6  Generation without vLLM
-# ------------------------------------------------------------------------------------------------
-
-PROMPTS = [[5], [1, 2, 3], [9, 9], [4, 3, 2, 1, 0, 7], [1, 2, 3]]
+@pytest.mark.parametrize("alphas", [None, [0.01, 0.1, 1.0]])
+def test_prediction_does_not_depend_on_batches_or_chunks(alphas):
+    """Nor does the realised KL: means over tokens, with any padding; not means of means."""
+    model, _, sketches, optimizer, probe = proposal()
+    (_, kls), before = logra.predict_kl(model, sketches, probe, alphas=alphas)
+    options = [{"micro_batch": m, "chunk": c} for m, c in ((3, 512), (2, 512), (1, 3), (3, 1))]
+    found = [logra.predict_kl(model, sketches, probe, alphas=alphas, **o) for o in options]
+    means = [logra.predict_kl(model, sketches, [s], alphas=alphas)[0][1][-1] for s in probe]
+    assert abs(sum(means) / 3 / kls[-1] - 1) > 1e-2  # wrong
+    optimizer.step()
+    realised = logra.realised_kl(model, probe, before)
+    for o, ((_, other), hidden) in zip(options, found):
+        assert other == pytest.approx(kls, rel=1e-4)
+        assert logra.realised_kl(model, probe, hidden, **o) == pytest.approx(realised, rel=1e-2)
 
 
-class Scripted:
-    """A language model in which each token has one successor."""
+def test_prediction_writes_nothing():
+    """U, W and the attention stay as they were, also when the model raises inside."""
+    model, _, sketches, _, probe = proposal()
+    U, W = copy.deepcopy(sketches.U), copy.deepcopy(model.state_dict())
+    seen = []
+    model.model.norm.register_forward_hook(
+        lambda *_: seen.append(model.config._attn_implementation) or 1 / 0
+    )
+    with pytest.raises(ZeroDivisionError):
+        logra.predict_kl(model, sketches, probe)
+    assert seen == ["logra_probe"] and model.config._attn_implementation == "sdpa"
+    assert not sketches.probing and all(torch.equal(sketches.U[k], x) for k, x in U.items())
+    assert all(torch.equal(W[k], x) for k, x in model.state_dict().items())
 
-    device = torch.device("cpu")
 
-    def __init__(self, successor):
-        self.successor, self.calls = successor, []
+@pytest.mark.parametrize(
+    "enabled, curve, alpha",
+    [
+        (True, ([1.0], [4e-4]), 0.5),
+        (True, ([1.0], [1e-12]), 3.0),  # alpha_max
+        (True, ([0.1, 3.0], [1e-9, 1e-8]), 3.0),
+        (True, ([1.0], [0.0]), 1.0),  # nothing moves, whatever alpha is
+        (False, ([1.0], [4e-4]), 1.0),
+    ],
+)
+def test_alpha_is_bounded(enabled, curve, alpha):
+    control = logra.KLControl(1e-4, alpha_max=3.0, enabled=enabled)
+    assert control.alpha_for(curve, 0) == pytest.approx(alpha)
+    assert logra.kl_at(curve, 0.0) == 0 and logra.kl_at(([1.0], [0.0]), alpha) == 0
 
-    def __call__(self, ids, attention_mask, position_ids, **_):
-        self.calls.append((attention_mask.tolist(), position_ids.tolist()))
-        logits = torch.zeros(*ids.shape, 64)
-        for place, token in enumerate(ids.flatten().tolist()):
-            logits.view(-1, 64)[place, self.successor.get(token, 0)] = 100.0
-        return transformers.modeling_outputs.CausalLMOutputWithPast(logits=logits)
+
+@pytest.mark.parametrize("bad", [-1e-9, math.nan, math.inf])
+def test_odd_kls_are_refused(bad):
+    with pytest.raises(FloatingPointError, match="predicted KL of update 5"):
+        logra.KLControl().alpha_for(([0.1, 1.0], [1e-4, bad]), 5)
+    if not bad < 0:
+        with pytest.raises(FloatingPointError, match="realised KL of update 7"):
+            logra.KLControl().excess(bad, 7)
+
+
+def test_excess_brings_a_quadratic_kl_to_the_budget():
+    """Keep sqrt(budget / realised), at least .1; take nothing back within the budget."""
+    control = logra.KLControl(1e-3, 1e-3)
+    for kl in (1.1e-3, 4e-3, 9e-2):
+        assert kl * (1 - control.excess(kl, 0)) ** 2 == pytest.approx(1e-3)
+    assert control.excess(1.0, 0) == pytest.approx(0.9)
+    assert control.excess(1e-3, 0) == control.excess(0.0, 0) == 0
+    control.mismatch = 1.0  # takes half of the budget
+    assert control.excess(1e-3, 0) == pytest.approx(1 - 0.5**0.5)
+    assert logra.KLControl(1e-3, enabled=False).excess(4e-3, 0) == pytest.approx(0.5)
 
 
 def test_generation_stops_at_any_end_token():
-    """eos {7, 9}: [5, 9] for 5 -> 9 -> 6 -> 7, the end token in it and nothing after it."""
-    generator = logra.HFGenerator(Scripted({1: 5, 5: 9, 9: 6, 6: 7, 7: 1, 2: 3, 3: 2}), [9, 7])
-    samples = generator.generate([[2, 1], [9], [2]], [0, 1, 2], 4)
-    assert [s.completion for s in samples] == [[5, 9], [6, 7], [3, 2, 3, 2]]
-    assert [s.finished for s in samples] == [True, True, False]
-    assert [len(s.logprobs) for s in samples] == [2, 2, 4]
-    [s] = generator.generate([[1]], [0], 2)  # ends on the last token it may have
-    assert s.completion == [5, 9] and s.finished
-
-
-def test_positions_count_from_the_first_token_of_a_prompt():
-    """Left padding is masked and counts for nothing; then one position a token."""
-    model = Scripted({1: 5, 2: 5, 5: 5})
-    logra.HFGenerator(model, []).generate([[4, 3, 2], [1]], [0, 1], 2)
-    (mask, places), (mask_2, places_2) = model.calls
-    assert mask == [[1, 1, 1], [0, 0, 1]] and mask_2 == [[1, 1, 1, 1], [0, 0, 1, 1]]
-    assert places[0] == [0, 1, 2] and places[1][2] == 0 and places_2 == [[3], [1]]
-
-
-def test_end_token_in_the_prompt_ends_nothing():
-    """Prompts made of end tokens are answered."""
-    samples = logra.HFGenerator(Scripted({9: 5, 5: 6, 6: 9}), [9]).generate(
-        [[9, 9], [9]], [0, 1], 5
-    )
-    assert [s.completion for s in samples] == [[5, 6, 9]] * 2
-    assert [s.prompt for s in samples] == [[9, 9], [9]]
-
-
-def test_stopping_cuts_and_changes_nothing_else():
-    """With end tokens, a sample is the one without them up to the first."""
-    model, ends = tiny_qwen2(peak=12.0), [3, 11, 20, 33, 47, 60]
+    """A sample is the one without end tokens up to the first, which may be the last that there is
+    room for.  Those in the prompts end nothing."""
+    model, ends = tiny_qwen2(peak=12.0), [3, 9, 11, 20, 33, 47, 60]
     free = logra.HFGenerator(model, []).generate(PROMPTS, range(5), 12)
     cut = logra.HFGenerator(model, ends).generate(PROMPTS, range(5), 12)
     assert {s.finished for s in cut} == {True, False} and not any(s.finished for s in free)
-    for a, b in zip(free, cut):
+    for i, (a, b) in enumerate(zip(free, cut)):
         n = next((i + 1 for i, x in enumerate(a.completion) if x in ends), 12)
-        assert b.completion == a.completion[:n]
+        assert b.completion == a.completion[:n] and len(b.logprobs) == n
         assert b.finished == (a.completion[n - 1] in ends)
+        [full] = logra.HFGenerator(model, ends).generate([PROMPTS[i]], [i], n)
+        assert full.completion == b.completion and full.finished == b.finished
 
 
 def test_samples_do_not_depend_on_the_batch():
@@ -1599,70 +1009,35 @@ def test_samples_do_not_depend_on_the_batch():
     assert together[1].completion != together[4].completion  # one prompt, two seeds
 
 
-def test_greedy_is_argmax():
-    """temperature 0: a plain loop of argmax, whatever the seed."""
-    model = tiny_qwen2(peak=12.0)
-    samples = logra.HFGenerator(model, []).generate(PROMPTS, range(5), 6, temperature=0.0)
-    for s in samples:
-        ids = list(s.prompt)
-        for logp in s.logprobs:
-            with torch.no_grad():
-                z = model(torch.tensor([ids])).logits[0, -1].log_softmax(-1)
-            ids.append(z.argmax().item())
-            assert logp == pytest.approx(z.max().item(), abs=1e-4)
-        assert s.completion == ids[len(s.prompt) :]
-
-
-def test_generator_logprobs_are_the_trainers():
-    """At T = 0.7 engine and trainer agree within 1e-4; without the temperature they do not."""
-    model = tiny_qwen2(peak=12.0)
-    samples = logra.HFGenerator(model, [3]).generate(PROMPTS, range(5), 10, temperature=0.7)
-    engine = torch.tensor([x for s in samples for x in s.logprobs])
-    with torch.no_grad():
-        hidden, target = logra.response_hidden(model, samples, model.device)
-        right, wrong = (
-            logra.token_logprobs(hidden, model.lm_head, target, T) - engine for T in (0.7, 1.0)
-        )
-    assert right.abs().max() < 1e-4 and wrong.abs().mean() > 1e-2
-
-
-def test_seed_decides_the_sample():
-    """Same seed, same answer; other seeds, other answers."""
-    generator = logra.HFGenerator(tiny_qwen2(), [])
-    first, again = (generator.generate([[1, 2]] * 20, range(20), 6) for _ in range(2))
-    assert [s.completion for s in first] == [s.completion for s in again]
-    assert len({tuple(s.completion) for s in first}) == 20
-    others = generator.generate([[1, 2]] * 20, range(20, 40), 6)
-    assert not {tuple(s.completion) for s in first} & {tuple(s.completion) for s in others}
-
-
-def test_tokens_are_drawn_from_the_softmax():
-    """chi^2 of 4096 first tokens against softmax(z / T) within 6 sigma; at another T far off."""
-    model, n = tiny_qwen2(peak=12.0), 4096
-    seeds = [logra.stable_seed("sample", i) for i in range(n)]
-    samples = logra.HFGenerator(model, []).generate([[1, 2, 3]] * n, seeds, 1, temperature=0.7)
-    counts = torch.bincount(torch.tensor([s.completion[0] for s in samples]), minlength=64)
-    with torch.no_grad():
-        z = model(torch.tensor([[1, 2, 3]])).logits[0, -1].double()
-
-    def chi_squared(T):
-        expected, found = n * (z / T).softmax(-1), counts.double()
-        rare = expected < 5  # one cell
-        expected = torch.cat([expected[~rare], expected[rare].sum()[None]])
-        found = torch.cat([found[~rare], found[rare].sum()[None]])
-        k = len(expected) - 1
-        return (((found - expected) ** 2 / expected).sum().item() - k) / math.sqrt(2 * k)
-
-    assert abs(chi_squared(0.7)) < 6 and chi_squared(1.0) > 50
+def test_dense_control_is_adamw_on_the_mean_gradient():
+    """Two updates of Adam, without weight decay, on dW / tokens, in float64 by hand."""
+    torch.manual_seed(0)
+    model, X = torch.nn.ModuleList([torch.nn.Linear(4, 3)]).double(), torch.randn(5, 4).double()
+    optimizer = train.DenseAdamW(logra.find_targets(model), (1e-2, 2e-3), 3)
+    W = model[0].weight.detach().clone()
+    m, v = torch.zeros_like(W), torch.zeros_like(W)
+    for t, lr in ((1, 1e-2), (2, 6e-3)):  # halfway along the cosine
+        dW = (2 * (X @ W.T + model[0].bias.detach())).T @ X / 5
+        m, v = 0.9 * m + 0.1 * dW, 0.95 * v + 0.05 * dW**2
+        W = W - lr * (m / (1 - 0.9**t)) / ((v / (1 - 0.95**t)).sqrt() + 1e-8)
+        model[0](X).square().sum().backward()
+        model[0].bias.grad = None
+        optimizer.propose(5)
+        assert optimizer.sketch_norm == pytest.approx(dW.norm().item(), rel=1e-9)
+        optimizer.step()
+        assert rel(model[0].weight.detach(), W) < 1e-9
+    model[0](X * math.nan).sum().backward()
+    with pytest.raises(FloatingPointError, match="update 2"):
+        optimizer.propose(5)
 
 
 # ------------------------------------------------------------------------------------------------
-# 7  The loop, without vLLM
+# 6  The loop, without vLLM
 # ------------------------------------------------------------------------------------------------
 
 
 def low_tokens(sample):
-    """A toy reward: the share of tokens below 16."""
+    """A toy reward: the part of tokens below 16."""
     return sum(token < 16 for token in sample.completion) / len(sample.completion)
 
 
@@ -1671,207 +1046,157 @@ def spread_of_tokens(sample):
     return sum(token * (i + 1) for i, token in enumerate(sample.completion)) % 97 / 97
 
 
-def sketch_norm(samples):
-    """||sum adv grad log p A^T|| over the layers, by autograd on the model of loop()."""
-    sketches, _ = sketched(tiny_qwen2(peak=3.0))
-    G = dense_gradients(tiny_qwen2(peak=3.0), sketches.layers, samples)
-    S = [G[p] @ sketches.A[layer.in_features].T for p, layer in sketches.layers.items()]
-    return math.sqrt(sum(x.square().sum().item() for x in S))
-
-
 LAYERS = [
     f"model.layers.{i}.{name}"
     for i in (0, 1)
     for name in [f"self_attn.{x}_proj" for x in "qkvo"]
     + [f"mlp.{x}_proj" for x in ("gate", "up", "down")]
 ]
+first_model = functools.partial(tiny_qwen2, peak=3.0)  # what loop() starts from
 
 
 def draw_three(step):
-    """Three prompts a step, of unequal lengths."""
-    return [(3 * step + i, [1 + i] * (i + 1), None) for i in range(3)]
+    """Three prompts a step, two of them alike."""
+    return [(i, [1 + i // 2] * (1 + i // 2), None) for i in range(3)]
 
 
 def settings(**changes):
-    """What grpo reads of a configuration; the defaults of train.Config but for the sizes."""
-    fields = {"seed": 0, "temperature": 1.0, "updates_per_batch": 1, "divide_by_std": True}
-    fields |= {"clip_low": 0.2, "clip_high": 0.28, "probe_responses": 2, "kl_check_every": 1}
-    fields |= {"kl_predictor": "quadratic", "sync": "factors", "dtype": "float32"}
-    fields |= {"advantage": "group", "denominator": "tokens", "mask_truncated": False}
-    fields |= {"verify_step": False}
-    assert changes.keys() <= {*fields, "steps", "group_size", "max_new_tokens", "micro_batch"}
-    return types.SimpleNamespace(**fields | changes)
+    """The defaults, but in float32, and the KL of every update is measured."""
+    return train.Config(**{"dtype": "float32", "kl_check_every": 1} | changes)
 
 
 def loop(
     steps,
-    resume=None,
     reward=low_tokens,
-    dense=False,
-    checkpointed=False,
-    ratio=3e-2,
-    control=None,
-    budget=3e-2,
-    ends=(3, 40),
-    draw=draw_three,
-    first_step=0,
+    advantage=logra.group_advantages,
+    objective=logra.grpo_objective,
     rule="row_adam",
+    ratio=3e-2,
     refresh=1,
-    **kw,
+    budget=3e-2,
+    control=None,
+    ends=(3, 40),
+    resume=None,
+    start=0,
+    lap=id,
+    **changes,
 ):
-    """Run grpo on a fresh tiny model.  Returns the metrics, model, optimizer and control."""
-    model = tiny_qwen2(peak=3.0)
-    if checkpointed:
-        train.checkpoint_layers(model)
-    if dense:
-        layers = logra.find_targets(model)
-        logra.freeze_all_but(model, layers)
-        optimizer = train.DenseAdamW(layers, (1e-3, 1e-3))
-    else:
-        optimizer = logra.LoGRA(logra.attach_sketches(model, 8, refresh=refresh), ratio, rule=rule)
+    """Run grpo on a fresh tiny model, or go on after another loop().  Returns the metrics, model,
+    optimizer and control."""
+    model = first_model()
+    sketches = logra.attach_sketches(model, 8, refresh=refresh)
+    optimizer = logra.LoGRA(sketches, ratio, logra.RULES[rule])
     control = control or logra.KLControl(budget, budget / 10, 20)
     if resume:
-        file = io.BytesIO()
-        torch.save([resume[1].state_dict(), resume[2].state_dict(), resume[3].mismatch], file)
-        file.seek(0)
-        weights, state, control.mismatch = torch.load(file, weights_only=True)
-        model.load_state_dict(weights)
-        optimizer.load_state_dict(state)
-    generator = logra.HFGenerator(model, ends)
-    options = {"group_size": 4, "max_new_tokens": 5, "micro_batch": 5, "steps": steps, **kw}
-    run = logra.grpo(
-        model, generator, optimizer, control, draw, reward, settings(**options), first_step
-    )
-    return list(run), model, optimizer, control
+        _, old_model, old_optimizer, old = copy.deepcopy(resume)
+        model.load_state_dict(old_model.state_dict())
+        optimizer.load_state_dict(old_optimizer.state_dict())
+        control.mismatch, control.advantage_state = old.mismatch, old.advantage_state
+    sizes = {"steps": steps, "group_size": 4, "max_new_tokens": 5, "micro_batch": 5}
+    config = settings(**sizes | changes)
+    parts = (model, logra.HFGenerator(model, ends), optimizer, control, draw_three, reward)
+    metrics = list(logra.grpo(*parts, advantage, objective, config, start, lap))
+    return metrics, model, optimizer, control
 
 
-TIMED = {"seconds": {}, "tokens_per_second": 0.0, "peak_gib": 0.0}  # what train adds to metrics
+def flat(model):
+    """All weights that loop() trains, in one vector."""
+    return torch.cat([model.get_submodule(path).weight.detach().flatten() for path in LAYERS])
 
 
-def same_weights(a, b):
-    return all(torch.equal(x, b.state_dict()[k]) for k, x in a.state_dict().items())
+def all_finite(metrics):
+    return all(math.isfinite(x) for m in metrics for x in m.values() if isinstance(x, float))
 
 
 @pytest.mark.parametrize("predictor", ["quadratic", "linearised"])
 def test_reward_rises(predictor):
-    """From one quarter to above two fifths in 25 steps of 24 answers."""
-    metrics, *_ = loop(25, kl_predictor=predictor, group_size=8, ends=(), budget=0.1)
+    """From one quarter to above two fifths in 25 steps of 24 answers, every one of them cut."""
+    kw = {"kl_predictor": predictor, "group_size": 8, "ends": (), "budget": 0.1}
+    metrics, _, _, control = loop(25, **kw)
     rewards = [m["reward"] for m in metrics]
     assert sum(rewards[:3]) / 3 < 0.33 and sum(rewards[-3:]) / 3 > 0.42
     assert [m["step"] for m in metrics] == [m["update"] for m in metrics] == list(range(1, 26))
+    assert control.mismatch == 0 and all_finite(metrics)
     for m in metrics:
-        assert 0 < m["alpha"] <= 3 and m["kl_predicted"] <= m["budget"] * 1.0001
-        assert 0 < m["kl_realised"] < 10 * m["budget"]
+        assert m["truncated"] == 1 and 0 < m["alpha"] <= 3
+        assert m["kl_predicted"] <= m["budget"] * 1.0001 and 0 < m["kl_realised"] < 10 * m["budget"]
 
 
 @pytest.mark.parametrize("updates_per_batch", [1, 2])
 def test_micro_batch_changes_no_weight(updates_per_batch):
     """It decides memory and speed: W after two steps is the same, up to a bfloat16 on the edge."""
-    start, found = tiny_qwen2(peak=3.0), {}
+    start, found = flat(first_model()), {}
     for size in (1, 5, 100):
         _, model, optimizer, _ = loop(2, micro_batch=size, updates_per_batch=updates_per_batch)
-        W, W_0 = (
-            torch.cat([m.get_submodule(path).weight.detach().flatten() for path in LAYERS])
-            for m in (model, start)
-        )
-        found[size] = W, W - W_0
         assert optimizer.update == 2 * updates_per_batch
-    for size in (1, 5):
-        assert rel(found[size][0], found[100][0]) < 1e-5
-        assert rel(found[size][1], found[100][1]) < 2e-3
-    assert rel(found[100][0], found[100][0] - found[100][1]) > 1e-3  # something was learned
+        found[size] = flat(model) - start
+    assert found[100].norm() > 1e-3 * start.norm()  # something was learned
+    assert rel(found[1], found[100]) < 2e-3 and rel(found[5], found[100]) < 2e-3
 
 
-def test_first_update_is_the_policy_gradient():
-    """S = -sum adv grad log p A^T / tokens of the batch, the dead groups' tokens included."""
-
-    def reward(sample):  # the group of the first prompt is dead
-        return 0.0 if sample.index == 0 else low_tokens(sample)
-
-    [m], *_ = loop(1, reward=reward)
-    samples, plain = m["samples"], tiny_qwen2(peak=3.0)
-    adv = torch.tensor([s.advantage for s in samples]).view(3, 4)
-    assert (adv[0] == 0).all() and (adv[1:] != 0).any() and m["dead_groups"] >= 1 / 3
-    sketches, _ = sketched(tiny_qwen2(peak=3.0))
-    G = dense_gradients(plain, sketches.layers, samples)
-    S = [G[p] @ sketches.A[layer.in_features].T for p, layer in sketches.layers.items()]
+@pytest.mark.parametrize(
+    "changes, divisor, wrong",
+    [
+        ({"reward": lambda s: s.index and spread_of_tokens(s)}, "all", "alive"),
+        ({"mask_truncated": True}, "finished", "all"),
+        ({"denominator": "constant"}, "constant", "all"),
+    ],
+    ids=["dead group", "masked", "constant"],
+)
+def test_first_update_is_the_policy_gradient(changes, divisor, wrong):
+    """S = -sum adv dW A^T / tokens; a masked answer adds nothing, but counts in its group."""
+    [m], *_ = loop(1, **{"reward": spread_of_tokens, "ends": range(40, 64)} | changes)
+    samples = m["samples"]
+    rewards = torch.tensor([s.reward for s in samples]).view(3, 4)
+    expected = (rewards - rewards.mean(1, keepdim=True)) / rewards.std(1, correction=0).view(3, 1)
+    for s, value in zip(samples, expected.nan_to_num(0.0).flatten().tolist(), strict=True):
+        covered = s.finished or divisor != "finished"
+        assert s.advantage == pytest.approx(value * covered, abs=1e-5)
+    sketches, _ = sketched(first_model())
+    dW = dense_gradients(first_model(), sketches.layers, samples)
+    S = [dW[path] @ sketches.A[layer.in_features].T for path, layer in sketches.layers.items()]
     norm = math.sqrt(sum(x.square().sum().item() for x in S))
-    tokens = sum(len(s.completion) for s in samples)
-    alive = sum(len(s.completion) for s in samples if s.advantage)
-    assert m["grad_sketch_norm"] == pytest.approx(norm / tokens, rel=1e-3)
-    assert abs(m["grad_sketch_norm"] / (norm / alive) - 1) > 0.1  # wrong
+    tokens = {"all": 0, "alive": 0, "finished": 0, "constant": 12 * 5}
+    for s in samples:
+        for name, counts in (("all", True), ("alive", s.advantage), ("finished", s.finished)):
+            tokens[name] += len(s.completion) * bool(counts)
+    assert m["grad_sketch_norm"] == pytest.approx(norm / tokens[divisor], rel=1e-3)
+    assert abs(tokens[wrong] / tokens[divisor] - 1) > 0.1
+    assert m["dead_groups"] == (1 / 3 if "reward" in changes else 0)
+    assert m["answers"] == 12 and m["length"] == tokens["all"] / 12
 
 
-def test_dead_groups_move_nothing():
-    """All rewards equal: no update, W bitwise the same, alpha 0, one line a step and no NaN."""
-    metrics, model, optimizer, _ = loop(2, reward=lambda sample: 0.1, updates_per_batch=2)
-    assert same_weights(model, tiny_qwen2(peak=3.0)) and optimizer.update == 0
-    assert (optimizer.moments["v"] == 0).all()
-    assert len(metrics) == 2 and all(m["last"] for m in metrics)
+TIMED = {"seconds": {}, "tokens_per_second": 0.0, "peak_gib": 0.0}  # what train adds to metrics
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_batch_without_signal_moves_nothing(masked):
+    """All rewards equal, or every answer cut and masked: one line a step, and no NaN."""
+    changes = {"reward": lambda sample: 0.1, "ends": range(40, 64)}
+    if masked:
+        changes = {"reward": spread_of_tokens, "ends": (), "mask_truncated": True}
+    metrics, model, optimizer, _ = loop(2, updates_per_batch=2, **changes)
+    assert torch.equal(flat(model), flat(first_model())) and optimizer.update == 0
+    assert not any("v" in state for state in optimizer.state.values())
+    assert len(metrics) == 2 and all(m["last"] for m in metrics) and all_finite(metrics)
     for m in metrics:
         assert m["alpha"] == m["update_ratio"] == m["sync_bytes"] == m["update"] == 0
-        assert m["kl_predicted"] is None and m["kl_realised"] is None and m["dead_groups"] == 1
-        assert all(math.isfinite(x) for x in m.values() if isinstance(x, float))
-
-
-def test_truncated_answers_are_trained_on():
-    """None finished: they count in the loss, the mismatch hears of none, and nothing is NaN."""
-    metrics, model, optimizer, control = loop(2, ends=())
-    assert all(m["truncated"] == 1 and m["length"] == 5 for m in metrics)
-    assert control.mismatch == 0 and optimizer.update == 2
-    assert all(math.isfinite(x) for m in metrics for x in m.values() if isinstance(x, float))
-    assert all(torch.isfinite(W).all() for W in model.state_dict().values())
-    assert not same_weights(model, tiny_qwen2(peak=3.0))
-
-
-def test_masked_answers_add_nothing_and_are_not_divided_by():
-    """S = -sum adv grad log p A^T over finished answers / their tokens; G of all gives the mean."""
-    [m], *_ = loop(1, ends=range(40, 64), mask_truncated=True, reward=spread_of_tokens)
-    cut = [s for s in m["samples"] if not s.finished]
-    finished = [s for s in m["samples"] if s.finished]
-    assert cut and finished and all(s.advantage == 0 for s in cut)
-    rewards = torch.tensor([s.reward for s in m["samples"]]).view(3, 4)
-    adv = (rewards - rewards.mean(1, keepdim=True)) / rewards.std(1, correction=0, keepdim=True)
-    for s, a in zip(m["samples"], adv.flatten().tolist(), strict=True):
-        assert not s.finished or s.advantage == pytest.approx(a, abs=1e-5)
-    tokens = sum(len(s.completion) for s in finished)
-    assert m["grad_sketch_norm"] == pytest.approx(sketch_norm(finished) / tokens, rel=1e-3)
-    everyone = sum(len(s.completion) for s in m["samples"])
-    assert m["length"] == everyone / 12 and abs(everyone / tokens - 1) > 0.1  # diluted: wrong
-
-
-def test_all_answers_masked_move_nothing():
-    """None finished: no update and no NaN, and the line says that all are cut."""
-    metrics, model, optimizer, _ = loop(2, ends=(), mask_truncated=True, reward=spread_of_tokens)
-    assert same_weights(model, tiny_qwen2(peak=3.0)) and optimizer.update == 0
-    for m in metrics:
-        assert m["last"] and m["alpha"] == 0 and m["length"] == 5
-        assert all(math.isfinite(x) for x in m.values() if isinstance(x, float))
-        assert "every answer is cut" in train.step_line(m | TIMED)
-
-
-def test_constant_denominator_is_answers_times_longest():
-    """Dr. GRPO: no std, and 12 answers x 5 tokens whatever was generated."""
-    kw = {"divide_by_std": False, "reward": spread_of_tokens}
-    [m], *_ = loop(1, denominator="constant", **kw)
-    norm = sketch_norm(m["samples"])
-    assert m["grad_sketch_norm"] == pytest.approx(norm / (12 * 5), rel=1e-3)
-    [n], *_ = loop(1, **kw)
-    tokens = sum(len(s.completion) for s in n["samples"])
-    assert n["grad_sketch_norm"] == pytest.approx(norm / tokens, rel=1e-3) and tokens < 12 * 5
+        assert m["kl_predicted"] is None and m["kl_realised"] is None
+        assert m["dead_groups"] == (not masked)
+        assert ("every answer is cut" in train.step_line(m | TIMED)) == masked
 
 
 def test_running_mean_trains_on_one_answer_a_prompt():
     """G = 1: nothing is dead but for chance; the baseline is that of all steps before."""
-    metrics, model, _, control = loop(3, group_size=1, advantage="running_mean")
-    b = None
+    advantage = logra.running_mean_advantages
+    metrics, model, _, control = loop(3, advantage=advantage, group_size=1)
+    b = metrics[0]["reward"]
     for m in metrics:
-        rewards = [s.reward for s in m["samples"]]
-        mean = sum(rewards) / 3
-        b = mean if b is None else b
-        assert [s.advantage for s in m["samples"]] == pytest.approx([r - b for r in rewards])
-        b += 0.1 * (mean - b)
-    assert control.baseline == pytest.approx(b) and not same_weights(model, tiny_qwen2(peak=3.0))
+        for s in m["samples"]:
+            assert s.advantage == pytest.approx(s.reward - b)
+        b += 0.1 * (m["reward"] - b)
+    assert control.advantage_state == {"baseline": pytest.approx(b)}
+    assert not torch.equal(flat(model), flat(first_model()))
 
 
 def test_mismatch_hears_finished_answers_only(monkeypatch):
@@ -1891,170 +1216,127 @@ def test_mismatch_hears_finished_answers_only(monkeypatch):
     assert m["budget"] == pytest.approx(3e-2 - 3e-4, rel=1e-3)
 
 
-def test_old_logprobs_are_those_of_the_first_update(monkeypatch):
+def test_old_logprobs_are_those_of_the_first_update():
     """updates_per_batch=2: two lines a step; the ratio is 1 at the first, and then moves."""
-    calls, loss = [], logra.policy_loss
+    calls, phases = [], []
 
-    def recorded(logp, old, *rest):
-        calls.append((logp.detach(), old))
-        return loss(logp, old, *rest)
+    def objective(logps, old_logps, *rest):
+        calls.append((torch.cat(logps).detach(), torch.cat(old_logps)))
+        return logra.grpo_objective(logps, old_logps, *rest)
 
-    monkeypatch.setattr(logra, "policy_loss", recorded)
-    metrics, *_ = loop(2, updates_per_batch=2, micro_batch=100)
+    changes = {"updates_per_batch": 2, "micro_batch": 100, "lap": phases.append}
+    metrics, *_ = loop(2, objective=objective, **changes)
     assert [(m["step"], m["update"]) for m in metrics] == [(1, 1), (1, 2), (2, 3), (2, 4)]
     assert [m["last"] for m in metrics] == [False, True] * 2
     for (logp, old), (logp_2, old_2) in (calls[:2], calls[2:]):
         assert torch.equal(logp, old) and torch.equal(old_2, old)
         assert (logp_2 - old_2).abs().max() > 1e-3
+    update = ["train", "update", "probe", "update", "probe", "sync"]
+    assert phases == ["generate", *update, *update] * 2  # what train.py times
 
 
 @pytest.mark.parametrize(
     "kw",
     [
-        *({"updates_per_batch": 1}, {"updates_per_batch": 2}, {"verify_step": True, "budget": 0.1}),
-        *({"rule": "sketch_muon"}, {"rule": "sketch_sgd"}, {"rule": "sketch_adam", "refresh": 3}),
+        {},
+        {"updates_per_batch": 2},
+        {"verify_step": True, "budget": 0.1},
+        {"rule": "sketch_adam", "refresh": 3},
     ],
-    ids=str,
+    ids=lambda kw: " ".join(kw) or "default",
 )
 def test_resumed_run_is_the_same_run(kw):
-    """2 steps + save + load + 2 = 4 steps: samples, metrics and W to the bit."""
+    """2 steps, and 2 more from the states = 4 steps: samples, metrics and W to the bit."""
     kw = {"kl_predictor": "linearised", **kw}
     whole, model, *_ = loop(4, **kw)
     half = loop(2, **kw)
-    rest, resumed, *_ = loop(4, resume=half, first_step=2, **kw)
-    assert same_weights(resumed, model)
+    rest, resumed, *_ = loop(4, resume=half, start=2, **kw)
+    assert torch.equal(flat(resumed), flat(model))
     for a, b in zip(whole, half[0] + rest, strict=True):
-        assert [s.completion for s in a["samples"]] == [s.completion for s in b["samples"]]
-        for key in a.keys() - {"samples", "seconds", "tokens_per_second", "peak_gib"}:
-            assert a[key] == b[key], key
-    _, other, *_ = loop(4, resume=half, first_step=1, **kw)  # off by one
-    assert not same_weights(other, model)
+        of_a, of_b = a.pop("samples"), b.pop("samples")
+        assert [s.completion for s in of_a] == [s.completion for s in of_b] and a == b
+    _, other, *_ = loop(4, resume=half, start=1, **kw)  # off by one
+    assert not torch.equal(flat(other), flat(model))
 
 
 def test_everything_follows_from_the_seed():
     """Another seed or step, other samples; so it is within a group and for two equal prompts."""
-
-    def same_prompts(step):
-        return [(i, [1, 2], None) for i in range(3)]
-
-    kw = {"draw": same_prompts, "reward": lambda sample: 0.0}  # W stays
-    one, two = (loop(2, seed=seed, **kw)[0] for seed in (0, 1))
-    answers_of = [[tuple(s.completion) for s in m["samples"]] for m in (*one, *two)]
-    assert all(a != b for i, a in enumerate(answers_of) for b in answers_of[:i])
-    assert all(len(set(a[i : i + 4])) > 1 for a in answers_of for i in (0, 4, 8))
-    assert all(len({a[:4], a[4:8], a[8:]}) == 3 for a in map(tuple, answers_of))
+    same = lambda sample: 0.0  # rewards, so that W stays
+    batches = [m["samples"] for seed in (0, 1) for m in loop(2, same, seed=seed)[0]]
+    batches = [[tuple(s.completion) for s in samples] for samples in batches]
+    groups = [tuple(batch[i : i + 4]) for batch in batches for i in (0, 4, 8)]
+    assert len({*groups}) == len(groups) == 12  # of two seeds, two steps and three prompts
+    assert all(len({*group}) > 1 for group in groups)
 
 
 def test_without_kl_control_the_step_is_one():
-    """enabled=False, kl_check_every=0: alpha 1, ||F A|| / ||W|| = update_ratio, none realised."""
+    """enabled=False, kl_check_every=0: alpha 1, ||factor A|| / ||W|| = update_ratio, no KL."""
     control = logra.KLControl(1e-9, enabled=False)
     [m], model, *_ = loop(1, ratio=1e-3, control=control, kl_check_every=0)
     assert m["alpha"] == 1.0 and m["kl_realised"] is None and m["update_ratio"] == 1e-3
-    start, moved, size = tiny_qwen2(peak=3.0), 0.0, 0.0
-    for path in LAYERS:
-        W, W_0 = (x.get_submodule(path).weight.detach().double() for x in (model, start))
-        moved, size = moved + (W - W_0).square().sum(), size + W_0.square().sum()
-    assert (moved / size).sqrt().item() == pytest.approx(1e-3, rel=1e-2)
+    assert rel(flat(model), flat(first_model())) == pytest.approx(1e-3, rel=1e-2)
 
 
-@pytest.mark.parametrize("rule", ["row_adam", "sketch_muon"])
-def test_verified_steps_stay_within_the_budget(rule, monkeypatch):
+def test_verified_steps_stay_within_the_budget():
     """Where the prediction lets every second step go 1.5 times too far, that step is cut to the
     budget and the others are left alone; the metrics tell of the steps that stay."""
 
     class Optimistic(logra.KLControl):
-        def scale(self, curve, update):
-            return super().scale(curve, update) * (1.5 if update % 2 else 0.7)
+        def alpha_for(self, curve, update):
+            return super().alpha_for(curve, update) * (1.5 if update % 2 else 0.7)
 
-    backs, take_back = {}, logra.LoGRA.take_back
-
-    def counted(self, factors, back):
-        backs[self.update - 1] = back
-        take_back(self, factors, back)
-
-    monkeypatch.setattr(logra.LoGRA, "take_back", counted)
-    kw = {"rule": rule, "ends": (), "kl_predictor": "linearised", "ratio": 1e-2}
-    plain, *_ = loop(6, control=Optimistic(2e-3, 2e-3, alpha_max=30.0), **kw)
-    assert not backs and all(m["kl_realised"] > 1.5 * m["budget"] for m in plain[1::2])
-    control = Optimistic(2e-3, 2e-3, alpha_max=30.0)
-    metrics, *_ = loop(6, control=control, verify_step=True, kl_check_every=0, **kw)
-    assert list(backs) == [1, 3, 5]
-    for update, m in enumerate(metrics):
-        budget = m["budget"]
-        if update % 2:
-            assert 0.2 < backs[update] < 0.5 and 0.8 < m["kl_realised"] / budget < 1.1
-        else:
-            assert 0.3 < m["kl_realised"] / budget < 0.7
-        assert m["kl_predicted"] == pytest.approx(m["kl_realised"], rel=0.3)
-        assert m["update_ratio"] == pytest.approx(1e-2 * m["alpha"])
+    kw = {"ends": (), "kl_predictor": "linearised", "ratio": 1e-2}
+    for verify in (False, True):
+        control = Optimistic(2e-3, 2e-3, alpha_max=30.0)
+        metrics, *_ = loop(6, control=control, verify_step=verify, **kw)
+        for update, m in enumerate(metrics):
+            low, high = (0.3, 0.7) if update % 2 == 0 else (0.8, 1.1) if verify else (1.5, 4)
+            assert low < m["kl_realised"] / m["budget"] < high
+            assert m["kl_predicted"] == pytest.approx(m["kl_realised"], rel=0.3)
+            assert m["update_ratio"] == pytest.approx(1e-2 * m["alpha"])
 
 
-def test_dense_control_runs_in_the_same_loop():
-    """AdamW: the reward rises, the realised KL is measured, none is predicted."""
-    metrics, *_ = loop(12, dense=True, group_size=8, ends=(), sync="full")
-    rewards = [m["reward"] for m in metrics]
-    assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.1
-    assert all(m["kl_predicted"] is None and m["kl_realised"] > 0 for m in metrics)
-
-
-@pytest.mark.parametrize("checkpointed", [False, True])
-def test_bfloat16_compute_trains_float32_weights(checkpointed):
+def test_bfloat16_compute_trains_float32_weights(monkeypatch):
     """dtype=bfloat16: autocast in training and probe, W float32, realised KL near the budget."""
-    control = logra.KLControl(1e-2, 1e-2)
-    kw = {"checkpointed": checkpointed, "kl_predictor": "linearised", "dtype": "bfloat16"}
-    metrics, model, *_ = loop(2, control=control, ends=(), **kw)
+    autocast, forward = [], logra.response_hidden
+
+    def recorded(*args):
+        autocast.append(torch.is_autocast_enabled("cpu"))
+        return forward(*args)
+
+    monkeypatch.setattr(logra, "response_hidden", recorded)
+    kw = {"ends": (), "kl_predictor": "linearised", "budget": 1e-2}
+    metrics, model, *_ = loop(2, dtype="bfloat16", **kw)
+    assert set(autocast) == {True}  # in every pass: a KL between two dtypes would be rounding
     for m in metrics:
         assert m["kl_realised"] == pytest.approx(m["kl_predicted"], rel=0.5)
         assert m["kl_predicted"] == pytest.approx(m["budget"]) and m["alpha"] < 3
     assert all(p.dtype == torch.float32 for p in model.parameters())
-    assert not same_weights(model, loop(2, control=logra.KLControl(1e-2, 1e-2), ends=())[1])
 
+
+# ------------------------------------------------------------------------------------------------
+# 6  A trainer and an engine of the same tiny model: one policy, the same weights
+# ------------------------------------------------------------------------------------------------
 
 EOS = (1, 7, 9)
 sorting_rows = train.sorting_rows  # before the fixture small_task shortens it
-SETTINGS = {"rank": 8, "seed": 3, "kind": "rademacher", "refresh": 1}
-
-
-# ------------------------------------------------------------------------------------------------
-# A trainer and an engine of the same tiny model
-# ------------------------------------------------------------------------------------------------
+SETTINGS = {"r": 8, "seed": 3, "kind": "rademacher", "refresh": 1}
 
 
 def model_with_biases(kind):
-    """A model with logits that are not flat and biases that are not zero, vocabulary 64."""
-    common = {
-        "vocab_size": 64,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,  # heads of 32: vLLM's attention on a CPU refuses 16
-        "num_key_value_heads": 1,
-        "max_position_embeddings": 512,
-        "initializer_range": 0.2,
-        "bos_token_id": 0,
-        "eos_token_id": 1,
-    }
-    torch.manual_seed(0)
-    if kind == "llama":  # untied
-        config = transformers.LlamaConfig(**common, tie_word_embeddings=False)
-        return transformers.LlamaForCausalLM(config)
-    model = transformers.Qwen2ForCausalLM(
-        transformers.Qwen2Config(**common, tie_word_embeddings=True)
-    )
-    for name, parameter in model.named_parameters():
-        if name.endswith("bias"):
-            torch.nn.init.normal_(parameter, std=0.2)
-    return model
+    """A model with logits that are not flat; qwen2 has biases, and embedding and head are one."""
+    shape = {"max_position_embeddings": 512, "bos_token_id": 0, "eos_token_id": 1}
+    return tiny(kind.title(), initializer_range=0.2, tie_word_embeddings=kind == "qwen2", **shape)
 
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory):
-    """{name: directory}: qwen2, llama, and qwen2 with a generation config that interferes."""
+    """{name: directory}: qwen2, llama, and qwen2 with a generation config of its own."""
     root = tmp_path_factory.mktemp("models")
     for kind in ("qwen2", "llama"):
         model_with_biases(kind).save_pretrained(root / kind)
     shutil.copytree(root / "qwen2", root / "meddling")
-    meddling = {"do_sample": True, "top_p": 0.1, "temperature": 0.1, "repetition_penalty": 2.0}
+    meddling = {"do_sample": True, "top_p": 0.1, "repetition_penalty": 2.0, "min_new_tokens": 5}
     meddling |= {"top_k": 3, "bos_token_id": 0, "eos_token_id": list(EOS)}
     (root / "meddling" / "generation_config.json").write_text(json.dumps(meddling))
     return {path.name: path for path in root.iterdir()}
@@ -2063,14 +1345,10 @@ def models(tmp_path_factory):
 @pytest.fixture(scope="session")
 def engines(models):
     """engine(name, dtype): a VLLMGenerator, started once and shared."""
-    started = {}
 
+    @functools.cache
     def engine(name, dtype="float32"):
-        if (name, dtype) not in started:
-            started[name, dtype] = logra.VLLMGenerator(
-                models[name], EOS, 384, SETTINGS, dtype, kv_gib=0.05
-            )
-        return started[name, dtype]
+        return logra.VLLMGenerator(models[name], EOS, 384, SETTINGS, dtype, kv_gib=0.05)
 
     return engine
 
@@ -2080,11 +1358,9 @@ def pair(models, engines):
     """pair(name, dtype, update_ratio): a fresh model with its optimizer, and an engine like it."""
 
     def make(name, dtype="float32", update_ratio=6e-5):
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            models[name], dtype=torch.float32
-        ).eval()
+        load = transformers.AutoModelForCausalLM.from_pretrained
+        model, generator = load(models[name], dtype=torch.float32).eval(), engines(name, dtype)
         optimizer = logra.LoGRA(logra.attach_sketches(model, 8, seed=3), update_ratio)
-        generator = engines(name, dtype)
         generator.load(weights(optimizer).items())
         return model, optimizer, generator
 
@@ -2092,15 +1368,16 @@ def pair(models, engines):
 
 
 def weights(optimizer):
-    return {path: m.weight.detach() for path, m in optimizer.sketches.layers.items()}
+    return {path: m.weight.detach() for path, m in optimizer.layers.items()}
 
 
-def random_update(optimizer, alpha=1.0):
+def random_update(optimizer):
     """(factors, update) of a step along a random sketch."""
     update = optimizer.update
-    optimizer.sketches.buffer.normal_()
+    for S in optimizer.sketches.S.values():
+        S.normal_()
     optimizer.propose(1)
-    return optimizer.step(alpha), update
+    return optimizer.step(), update
 
 
 def prompts_of(*lengths):
@@ -2108,10 +1385,10 @@ def prompts_of(*lengths):
     return [torch.randint(10, 64, (n,), generator=generator).tolist() for n in lengths]
 
 
-@torch.no_grad()
-def trainer_logprobs(model, samples, temperature):
+def trainer_logprobs(model, samples, temperature=1.0):
+    """log p of the generated tokens, as training has them."""
     hidden, ids = logra.response_hidden(model, samples, "cpu")
-    return logra.token_logprobs(hidden, model.get_output_embeddings(), ids, temperature)
+    return logra.token_logprobs(hidden, logra.policy_head(model), ids, temperature)
 
 
 def engine_logprobs(samples):
@@ -2122,57 +1399,45 @@ def apart(x, y):
     return (x - y).abs().max().item()
 
 
-# ------------------------------------------------------------------------------------------------
-# 6  The engine samples from the trainer's policy
-# ------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen2", "llama"])
 def test_engine_logprobs_are_the_trainers(pair, name):
-    """Both are log softmax(z / T) of the same weights, before and after updates (18)."""
+    """Both are log softmax(z / T) of the same weights, before and after updates: these stay, and
+    the cache holds no keys and values of other weights (18, 23, 25)."""
     model, optimizer, generator = pair(name, update_ratio=3e-2)
-    prompts = prompts_of(1, 4, 9, 30, 5, 2)
+    prompts = prompts_of(1, 4, 9, 300, 5, 2)  # the longest has three blocks
     for _ in range(4):
-        samples = generator.generate(prompts, range(6), 24, temperature=0.7)
+        samples, again = (generator.generate(prompts, range(6), 24, 0.7) for _ in range(2))
+        assert again == samples
         engine = engine_logprobs(samples)
         assert apart(engine, trainer_logprobs(model, samples, 0.7)) < 1e-4
         assert apart(engine, trainer_logprobs(model, samples, 1.0)) > 0.1
-        before = trainer_logprobs(model, samples, 0.7)
-        generator.update(*random_update(optimizer))
-        assert apart(before, trainer_logprobs(model, samples, 0.7)) > 0.02  # it did move
+        generator.sync(*random_update(optimizer))
+        assert apart(engine, trainer_logprobs(model, samples, 0.7)) > 0.02  # it did move
 
 
-@pytest.mark.slow
-def test_every_sampling_field_is_set(pair):
-    """A generation config in the model's directory changes no token and no log-prob (19)."""
-    plain, meddling = pair("qwen2")[2], pair("meddling")[2]
-    for generator in (plain, meddling):
-        assert generator.llm.llm_engine.model_config.logprobs_mode == "processed_logprobs"
-    prompts = prompts_of(*[4] * 32)
-    a, b = (g.generate(prompts, range(32), 16, temperature=0.7) for g in (plain, meddling))
-    assert [(s.completion, s.logprobs) for s in a] == [(s.completion, s.logprobs) for s in b]
-    assert len({token for s in b for token in s.completion}) > 20  # top-p 0.1 leaves few
+def test_a_generation_config_changes_no_sample(models):
+    """Nor a log-prob: transformers would apply what it finds in the model's own (19)."""
+    prompts, found = prompts_of(*[4] * 8), []
+    for name in ("qwen2", "meddling"):
+        model = transformers.AutoModelForCausalLM.from_pretrained(models[name])
+        found.append(logra.HFGenerator(model, EOS).generate(prompts, range(8), 16, 0.7))
+    assert found[0] == found[1]
+    assert model.generation_config.min_new_tokens == 5  # a checkpoint keeps it
 
 
 @pytest.mark.slow
 def test_every_eos_id_ends_an_answer(pair):
-    """An answer ends with whichever of them comes first, and holds it (2)."""
-    samples = pair("llama")[2].generate(prompts_of(*[4] * 200), range(200), 24)
+    """Whichever comes first, and the answer holds it; in a prompt they end nothing (2, 3)."""
+    prompts = [[5, 9, 6], [9, 7, 1]] * 100
+    samples = pair("llama")[2].generate(prompts, range(200), 24)
+    assert [s.prompt for s in samples] == prompts
     for s in samples:
         assert not set(s.completion[:-1]) & set(EOS)
         assert s.finished == (s.completion[-1] in EOS)
         assert s.finished or len(s.completion) == 24
         assert len(s.logprobs) == len(s.completion)
     assert {s.completion[-1] for s in samples if s.finished} == set(EOS)
-
-
-@pytest.mark.slow
-def test_eos_in_the_prompt_does_not_end_the_answer(pair):
-    """Only what is generated can end it (3)."""
-    prompts = [[5, 9, 6], [9, 7, 1]] * 8
-    samples = pair("llama")[2].generate(prompts, range(16), 8)
-    assert [s.prompt for s in samples] == prompts
     assert max(len(s.completion) for s in samples) > 2
 
 
@@ -2187,237 +1452,103 @@ def test_a_seed_decides_its_engine_sample(pair):
 
     first = completions(prompts, seeds)
     assert len({tuple(c) for c in first}) > 10  # equal prompts
-    assert completions(prompts, seeds) == first
     assert completions(prompts, seeds[::-1]) == first[::-1]
     assert completions(prompts[:1], [7]) == [first[7]]
     assert completions(prompts, [s + 100 for s in seeds]) != first
 
 
 @pytest.mark.slow
-def test_temperature_zero_is_greedy(pair):
-    """Each token is the argmax of the trainer's logits, so any two seeds agree."""
-    model, _, generator = pair("qwen2")
-    a, b = generator.generate(prompts_of(7) * 2, [1, 2], 12, temperature=0.0)
-    assert a.completion == b.completion
-    z = model(input_ids=torch.tensor([a.prompt + a.completion])).logits[0, 6:-1]
-    assert z.argmax(-1).tolist() == a.completion
-
-
-@pytest.mark.slow
 def test_vllm_and_hf_generators_are_greedy_alike(pair):
-    """One interface, one answer, whatever the lengths of the prompts in the batch."""
+    """One interface, one answer, whatever the seed and the lengths of the prompts in the batch."""
     model, _, generator = pair("llama")
     prompts = prompts_of(3, 11, 1, 7, 20)
     a = generator.generate(prompts, range(5), 12, 0.0)
-    b = logra.HFGenerator(model, EOS).generate(prompts, range(5), 12, 0.0)
+    b = logra.HFGenerator(model, EOS).generate(prompts, range(5, 10), 12, 0.0)
     assert [(s.completion, s.finished) for s in a] == [(s.completion, s.finished) for s in b]
-
-
-def test_hf_generator_samples_by_seed_whatever_the_batch():
-    """Padding, batch and place change no token; log-probs are the trainer's (6, 18, 30)."""
-    model = model_with_biases("qwen2").eval()
-    generator = logra.HFGenerator(model, EOS)
-    prompts = prompts_of(3, 11, 1, 7, 20)
-    samples = generator.generate(prompts, range(5), 12, 0.7)
-    assert apart(engine_logprobs(samples), trainer_logprobs(model, samples, 0.7)) < 1e-4
-    assert apart(engine_logprobs(samples), trainer_logprobs(model, samples, 1.0)) > 0.1
-    for rows in (1, 2):
-        again = generator.generate(prompts, range(5), 12, 0.7, rows=rows)
-        assert [s.completion for s in again] == [s.completion for s in samples]
-    for s in samples:
-        assert not set(s.completion[:-1]) & set(EOS) and s.finished == (s.completion[-1] in EOS)
-
-
-# ------------------------------------------------------------------------------------------------
-# 6  The engine's weights are the trainer's
-# ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["qwen2", "llama"])
 def test_engine_weights_after_50_updates(pair, name, dtype):
-    """To the bit, rounded once for a bfloat16 engine; in place it would be elsewhere (37)."""
-    _, optimizer, generator = pair(name, dtype, update_ratio=6e-5)
-    start = {path: W.clone() for path, W in weights(optimizer).items()}
-    in_place = {path: W.to(torch.bfloat16) for path, W in start.items()}
-    for _ in range(50):
-        A = dict(optimizer.sketches.A)
+    """To the bit, loaded after 3 that it did not see, a part of every fifth taken back; rounded
+    once for a bfloat16 engine (37), by reference whatever the environment asks for (29)."""
+    _, optimizer, generator = pair(name, dtype)
+    first, dtype = generator.call("sync_read"), getattr(torch, dtype)
+    for _ in range(3):
+        random_update(optimizer)
+    generator.load(weights(optimizer).items())
+    loaded = generator.call("sync_read")
+    assert all(torch.equal(loaded[path], W.to(dtype)) for path, W in weights(optimizer).items())
+    for i in range(50):
         factors, update = random_update(optimizer)
-        generator.update(factors, update)
-        for path, W in in_place.items():
-            W.sub_((factors[path].float() @ A[W.shape[1]]).to(torch.bfloat16))
-    engine = generator.read()
-    assert engine.keys() == start.keys() and len(start) == 14
+        generator.sync(factors, update)
+        if i % 5 == 0:
+            generator.sync(optimizer.take_back(factors, 0.37), update)
+    engine = generator.call("sync_read")
+    assert engine.keys() == loaded.keys() and len(engine) == 14
     for path, W in weights(optimizer).items():
-        assert torch.equal(engine[path], W.to(getattr(torch, dtype))), path
-        assert not torch.equal(engine[path], start[path].to(getattr(torch, dtype)))
-        wrong = (in_place[path] != W.to(torch.bfloat16)).float().mean().item()
-        assert wrong > 0.05, path
+        assert torch.equal(engine[path], W.to(dtype)), path
+        assert not torch.equal(loaded[path], first[path])
+        assert not torch.equal(loaded[path], engine[path])
+    assert type(generator.llm.llm_engine.engine_core).__name__ == "InprocClient"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_engine_follows_what_is_taken_back(pair, dtype):
-    """After ten updates, every second one of them cut, to the bit."""
-    _, optimizer, generator = pair("qwen2", dtype, update_ratio=1e-3)
-    start = generator.read()
-    for i in range(10):
-        factors, update = random_update(optimizer)
-        back = 0.1 * i * (i % 2)
-        if back:
-            optimizer.take_back(factors, back)
-        generator.update(factors, update, back)
-    for path, W in weights(optimizer).items():
-        engine = generator.read()[path]
-        assert torch.equal(engine, W.to(getattr(torch, dtype))), path
-        assert not torch.equal(engine, start[path])
-
-
-def test_an_engine_takes_back_in_the_blocks_of_two_ranks():
-    """The worker's arithmetic against two ranks' rows, each multiplied by itself, to the bit."""
-    engine, linear = logra.SketchSync(), torch.nn.Linear(64, 97, bias=False)
+def test_an_engine_multiplies_in_the_blocks_of_four_ranks():
+    """The worker's arithmetic against each rank's rows, multiplied by themselves, to the bit: a
+    product of one row, as the last rank has it, is rounded otherwise than one of five."""
+    engine, linear = logra.SketchSync(), torch.nn.Linear(64, 5, bias=False)
     engine.get_model = lambda: torch.nn.ModuleDict({"x": linear})
-    W = linear.weight.detach().clone()
-    settings = {"rank": 8, "seed": 0, "kind": "rademacher", "refresh": 1}
-    engine.sync_weights([("x", W)], settings, 2)
-    shards = [part.clone() for part in W.chunk(2)]
+    shards = [rows.clone() for rows in linear.weight.detach().chunk(4)]
+    engine.sync_weights([("x", linear.weight.detach().clone())], SETTINGS, 4)
     for update in range(3):
-        factor, back = torch.randn(97, 8).bfloat16(), 0.37
-        A = logra.draw_projections([64], update, W, **settings)[64]
-        for sign, F_part in ((-1, factor), (1, (back * factor.float()).bfloat16())):
-            for shard, part in zip(shards, F_part.chunk(2)):
-                shard.addmm_(part.float(), A, alpha=sign)
-        engine.sync_factors({"x": factor}, update, back)
+        factor = torch.randn(5, 8).bfloat16()
+        A = logra.draw_projections([64], update, "cpu", **SETTINGS)[64]
+        for shard, rows in zip(shards, factor.chunk(4)):
+            shard.addmm_(rows.float(), A, alpha=-1)
+        engine.sync_factors({"x": factor}, update)
         assert torch.equal(linear.weight, torch.cat(shards))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_load_brings_an_engine_to_a_trainer_that_moved_on(pair, dtype):
-    """The full sync: weights whole, and factors count from there."""
-    _, optimizer, generator = pair("qwen2", dtype, update_ratio=1e-2)
-    for _ in range(3):
-        random_update(optimizer)
-    path, W = next(iter(weights(optimizer).items()))
-    assert not torch.equal(generator.read()[path], W.to(getattr(torch, dtype)))
-    generator.load(weights(optimizer).items())
-    generator.update(*random_update(optimizer))
-    for path, W in weights(optimizer).items():
-        assert torch.equal(generator.read()[path], W.to(getattr(torch, dtype))), path
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen2", "llama"])
-def test_an_update_reaches_the_engine_and_stays(pair, name):
-    """After a huge update the samples are others, score as the trainer's, and stay so (25)."""
-    model, optimizer, generator = pair(name, update_ratio=1.0)
-    prompts = prompts_of(5, 6, 7)
-    before = generator.generate(prompts, range(3), 12)
-    generator.update(*random_update(optimizer))
-    after = generator.generate(prompts, range(3), 12)
-    again = generator.generate(prompts, range(3), 12)
-    assert [s.completion for s in after] != [s.completion for s in before]
-    assert [(s.completion, s.logprobs) for s in again] == [
-        (s.completion, s.logprobs) for s in after
-    ]
-    assert apart(engine_logprobs(again), trainer_logprobs(model, again, 1.0)) < 1e-4
-    assert apart(engine_logprobs(before), trainer_logprobs(model, before, 1.0)) > 0.5
-
-
-@pytest.mark.slow
-def test_no_stale_prefix_is_left_in_the_cache(pair):
-    """Greedy answers to a prompt of three blocks are those of the new weights (23)."""
-    model, optimizer, generator = pair("qwen2", update_ratio=0.3)
-    prompt = prompts_of(300)[0]
-    params = generator.vllm.SamplingParams(
-        max_tokens=8, temperature=0.0, logprobs=0, flat_logprobs=True, detokenize=False
-    )
-
-    def direct():  # generate(), but for the reset that it makes itself
-        output = generator.llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
-        o = output[0].outputs[0]
-        sample = logra.Sample(prompt, list(o.token_ids), list(o.logprobs.logprobs), False)
-        return sample, apart(engine_logprobs([sample]), trainer_logprobs(model, [sample], 1.0))
-
-    assert direct()[1] < 1e-4  # and its keys and values are cached
-    generator.llm.collective_rpc("sync_factors", args=random_update(optimizer))
-    assert direct()[1] > 0.1  # what happens without the reset
-    generator.load(weights(optimizer).items())
-    for sync in ("full", "factors"):
-        assert direct()[1] < 1e-4
-        factors, update = random_update(optimizer)
-        if sync == "factors":
-            generator.update(factors, update)
-        else:
-            generator.load(weights(optimizer).items())
-        sample, difference = direct()
-        assert difference < 1e-4
-        z = model(input_ids=torch.tensor([prompt + sample.completion])).logits[0, 299:-1]
-        assert z.argmax(-1).tolist() == sample.completion
-
-
-@pytest.mark.slow
-def test_the_engine_is_in_this_process_whatever_is_asked(pair):
-    """Tensors reach the weights by reference, so that the other mode is not used, though the
-    environment asks for it (29)."""
-    _, optimizer, generator = pair("qwen2")
-    assert type(generator.llm.llm_engine.engine_core).__name__ == "InprocClient"
-    generator.update(*random_update(optimizer))
-    read, trained = generator.read(), weights(optimizer)
-    assert read.keys() == trained.keys() and all(torch.equal(read[p], trained[p]) for p in read)
-
-
-@pytest.mark.slow
 def test_every_target_layer_is_reached_or_it_raises(pair):
-    """A factor too few, a layer unknown, a shape that does not fit: RuntimeError (27)."""
+    """A factor too few, an unknown layer, another shape: StopRun, and nothing is written (27)."""
     _, optimizer, generator = pair("llama")
+    before = generator.call("sync_read")
     factors, update = random_update(optimizer)
-    path = "model.layers.1.self_attn.k_proj"
-    fewer = {p: f for p, f in factors.items() if p != path}
-    with pytest.raises(logra.StopRun, match=path):
-        generator.update(fewer, update)
-    with pytest.raises(logra.StopRun, match="layers.7"):
-        generator.update({**factors, "model.layers.7.mlp.up_proj": factors[path]}, update)
-    with pytest.raises(logra.StopRun, match="differ: .*k_proj"):
-        generator.update({**factors, path: factors[path][:-1]}, update)
-    W = weights(optimizer)
-    for unknown in ("model.layers.7.mlp.up_proj", "model.layers.1.self_attn.kk_proj"):
-        with pytest.raises(logra.StopRun, match=unknown):
-            generator.load({**W, unknown: W[path]}.items())
-    with pytest.raises(logra.StopRun, match=path):
-        generator.load({**W, path: W[path][:-1]}.items())
+    k, W = "model.layers.1.self_attn.k_proj", weights(optimizer)
+    for path, factor in ((k, factors[k][:-1]), ("layers.7.k_proj", factors[k])):
+        with pytest.raises(logra.StopRun, match=f"differ: .*{path}"):
+            generator.sync({**factors, path: factor}, update)
+    del factors[k]
+    with pytest.raises(logra.StopRun, match=f"differ: .*{k}"):
+        generator.sync(factors, update)
+    assert all(torch.equal(x, before[path]) for path, x in generator.call("sync_read").items())
+    for path, rows in ((k, W[k][:-1]), (k.replace(".1.", ".7."), W[k]), (f"{k}k", W[k])):
+        with pytest.raises(logra.StopRun, match=path):
+            generator.load({**W, path: rows}.items())
 
 
 # ------------------------------------------------------------------------------------------------
-# Families: pytest -k families -s prints a table of them
+# Families: pytest -k "families and engine" -s prints a table of them
 # ------------------------------------------------------------------------------------------------
 
 WINDOW = {"head_dim": 32, "sliding_window": 8}
 TIED = {"tie_word_embeddings": True}
+GEMMA = {**WINDOW, **TIED, "query_pre_attn_scalar": 32}  # the window in some of the layers
+MULTIPLIERS = {"embedding_multiplier": 3.0, "residual_multiplier": 0.7, "attention_multiplier": 0.1}
 FAMILIES = {
     "Qwen2": TIED,  # and Qwen2.5; biases on q, k, v
     "Qwen3": {"head_dim": 32, **TIED},  # norms of q and k
     "Llama": {"attention_bias": True, "mlp_bias": True},
     "Mistral": WINDOW,
-    "Gemma2": {  # caps on scores and logits, every other layer with a window
-        **WINDOW,
-        **TIED,
-        "query_pre_attn_scalar": 32,
-        "attn_logit_softcapping": 1.0,
-        "final_logit_softcapping": 2.0,
-    },
-    "Gemma3": {**WINDOW, **TIED, "query_pre_attn_scalar": 32},  # norms of q and k
+    "Gemma2": {**GEMMA, "attn_logit_softcapping": 1.0, "final_logit_softcapping": 2.0},
+    "Gemma3": GEMMA,  # norms of q and k
     "Phi3": {"sliding_window": 8},  # one layer for q, k, v and one for gate, up
     "Olmo2": {},  # norms of q and k, and norms after the layers
     "Glm4": {"head_dim": 32, "attention_bias": True},  # one layer for gate, up
     "SmolLM3": TIED,
-    "Granite": {
-        "embedding_multiplier": 3.0,
-        "logits_scaling": 0.5,
-        "residual_multiplier": 0.7,
-        "attention_multiplier": 0.1,
-    },
+    "Granite": {**MULTIPLIERS, "logits_scaling": 0.5},
     "Cohere": {**TIED, "logit_scale": 0.25, "use_qk_norm": True},
 }
 of_every_family = pytest.mark.parametrize("family", FAMILIES)
@@ -2426,10 +1557,8 @@ of_every_family = pytest.mark.parametrize("family", FAMILIES)
 @functools.cache
 def family_prototype(family):
     """Made once: an engine of some families leaves their class unfit to make another."""
-    model = tiny(
-        family,
-        **{"bos_token_id": 0, "eos_token_id": 1, "initializer_range": 0.1} | FAMILIES[family],
-    )
+    kw = {"bos_token_id": 0, "eos_token_id": 1, "initializer_range": 0.1}
+    model = tiny(family, **kw | FAMILIES[family])
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 1:  # the norms too
@@ -2457,80 +1586,34 @@ def whole_model_logprobs(model, samples, temperature=1.0):
     return torch.cat(rows)
 
 
-def training_logprobs(model, samples):
-    """The same as training has them."""
-    hidden, ids = logra.response_hidden(model, samples, "cpu")
-    return logra.token_logprobs(hidden, logra.policy_head(model), ids, 1.0)
-
-
 def advantages_of(samples):
     return torch.tensor([s.advantage for s in samples for _ in s.completion])
 
 
 @of_every_family
-def test_families_logprobs_are_those_of_the_whole_model(family):
-    """In training and of the generator: caps, scales, windows, padding, whatever the family has."""
-    model, samples = family_model(family), answers([7, 20, 9])
-    with torch.no_grad():
-        expected = whole_model_logprobs(model, samples)
-        assert apart(training_logprobs(model, samples), expected) < 1e-5
-        hidden, ids = logra.response_hidden(model, samples, "cpu")
-        bare = logra.token_logprobs(hidden, model.get_output_embeddings(), ids, 1.0)
-        changes = family in ("Gemma2", "Granite", "Cohere")
-        assert (apart(bare, expected) > 0.05) == changes  # wrong: the head's product alone
-        wide = copy.deepcopy(model)
-        for config in {
-            id(m.config): m.config for m in wide.modules() if hasattr(m, "config")
-        }.values():
-            config.sliding_window = 1000
-        bound = "sliding_window" in FAMILIES[family]
-        assert (apart(whole_model_logprobs(wide, samples), expected) > 1e-3) == bound
-    assert not any(m.training for m in model.modules())
+def test_families_are_trained_as_what_they_compute(family):
+    """Log-probs, S = dW A^T and the predicted KL are those of model(...).logits, in float64: caps,
+    scales, windows, padding, whatever the family has.  So are the generator's log-probs."""
+    model, samples = family_model(family, torch.float64), answers([7, 20, 9])
+    plain, adv = copy.deepcopy(model), advantages_of(samples)
+    sketches, optimizer = sketched(model)
+    logp, expected = trainer_logprobs(model, samples), whole_model_logprobs(plain, samples)
+    assert apart(logp, expected) < 1e-5
+    (logp * adv).sum().backward()
+    W = [plain.get_submodule(path).weight for path in sketches.layers]
+    gradients = torch.autograd.grad((expected * adv).sum(), W)
+    for path, dW in zip(sketches.layers, gradients, strict=True):
+        assert rel(sketches.S[path], dW @ sketches.A[dW.shape[1]].double().T) < 1e-5, path
+
+    optimizer.propose(36)
+    ([_], [kl]), _ = logra.predict_kl(model, sketches, samples)
+    z, ahead, behind = (logits_along(model, plain, sketches, samples, a) for a in (0, 0.1, -0.1))
+    curvature = (kl64(z, ahead) + kl64(z, behind)).mean().item() / (2 * 0.1**2)
+    assert kl == pytest.approx(curvature, rel=3e-3)
+
+    model = family_model(family)
     drawn = logra.HFGenerator(model, EOS).generate(prompts_of(3, 11, 1), range(3), 16, 0.7)
     assert apart(engine_logprobs(drawn), whole_model_logprobs(model, drawn, 0.7)) < 1e-4
-
-
-@of_every_family
-def test_families_step_along_their_dense_gradient(family):
-    """S = G A^T with G by autograd through model(...).logits, and W moves by bfloat16(U) A."""
-    model, samples = family_model(family, torch.float64), answers([7, 20, 9])
-    plain, ratio = copy.deepcopy(model), 1e-2
-    sketches, optimizer = sketched(model, 8, update_ratio=ratio)
-    (training_logprobs(model, samples) * advantages_of(samples)).sum().backward()
-    W = {path: plain.get_submodule(path).weight for path in sketches.layers}
-    loss = (whole_model_logprobs(plain, samples) * advantages_of(samples)).sum()
-    A = {path: sketches.A[w.shape[1]].clone() for path, w in W.items()}
-    D = {}
-    for path, G in zip(W, torch.autograd.grad(loss, list(W.values()))):
-        assert rel(sketches.rows[path], G @ A[path].T) < 1e-5, path
-        D[path], _ = row_adam64(G @ A[path].T / 36, torch.zeros(len(G)).double(), 1)
-    norms = [sum(w.detach().square().sum() for w in W.values())]
-    norms += [sum((D[path] @ A[path]).square().sum() for path in W)]
-    size = ratio * (norms[0] / norms[1]).sqrt()
-    optimizer.propose(36)
-    optimizer.step(1.0)
-    for path, w in W.items():
-        dW = model.get_submodule(path).weight - w
-        assert rel(dW.detach(), -size * D[path] @ A[path]) < 5e-3, path  # but for the rounding
-    frozen = dict(plain.named_parameters())
-    for name, p in model.named_parameters():
-        assert name.removesuffix(".weight") in W or torch.equal(p, frozen[name]), name
-
-
-@of_every_family
-def test_families_probe_predicts_the_change_of_their_logits(family):
-    """z' is the central difference of model(...).logits, and the KL its curvature, in float64."""
-    model, samples = family_model(family, torch.float64), answers([7, 20, 9])
-    plain = copy.deepcopy(model).requires_grad_(False)
-    sketches, _ = sketched(model, 8, samples)
-    samples = logra.micro_batches(samples, 9)[0]
-    _, dz = tangent_of_logits(model, sketches, samples)
-    ([_], [kl]), _ = logra.predict_kl(model, sketches, samples)
-    h = 0.1
-    z, ahead, behind = (logits_along(model, plain, sketches, samples, a) for a in (0, h, -h))
-    assert rel(dz, (ahead - behind) / (2 * h)) < 1e-3
-    curvature = ((kl64(z, ahead) + kl64(z, behind)).mean() / (2 * h**2)).item()
-    assert kl == pytest.approx(curvature, rel=3e-3)
 
 
 @pytest.fixture(scope="session")
@@ -2549,115 +1632,68 @@ def test_families_engine_follows_the_trainer(family, tmp_path, family_table):
     start, model = time.perf_counter(), family_model(family)
     model.save_pretrained(tmp_path)
     optimizer = logra.LoGRA(logra.attach_sketches(model, 8, seed=3), 3e-2)
-    first = copy.deepcopy(model)
     generator = logra.VLLMGenerator(tmp_path, EOS, 128, SETTINGS, kv_gib=0.02)
     generator.load(weights(optimizer).items())
     for _ in range(5):
-        generator.update(*random_update(optimizer))
-    read, W = generator.read(), weights(optimizer)
-    assert read.keys() == W.keys()
-    assert all(torch.equal(read[path], W[path]) for path in W)
+        generator.sync(*random_update(optimizer))
+    read, W = generator.call("sync_read"), weights(optimizer)
+    assert read.keys() == W.keys() and all(torch.equal(read[path], W[path]) for path in W)
     samples = generator.generate(prompts_of(1, 4, 9, 30, 5, 2), range(6), 24, 0.7)
     with torch.no_grad():
         difference = apart(engine_logprobs(samples), whole_model_logprobs(model, samples, 0.7))
-        assert apart(whole_model_logprobs(first, samples, 0.7), engine_logprobs(samples)) > 0.02
-        assert apart(training_logprobs(model, samples), whole_model_logprobs(model, samples)) < 1e-5
+        assert apart(trainer_logprobs(model, samples), whole_model_logprobs(model, samples)) < 1e-5
     assert difference < 2e-4
-    layers = optimizer.sketches.layers
-    names = sorted({path.rpartition(".")[2] for path in layers})
-    biases = sum(module.bias is not None for module in layers.values())
+    names = sorted({path.rpartition(".")[2] for path in W})
+    biases = sum(module.bias is not None for module in optimizer.layers.values())
     tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
-    seconds = time.perf_counter() - start
     served = generator.llm.apply_model(lambda module: type(module).__name__)[0]
     family_table.append(
-        [family, f"{len(layers)}: {', '.join(names)}", biases, "yes" if tied else "no"]
-        + [f"vLLM, {served}", f"{difference:.1e}", f"{seconds:.1f}"]
+        [family, f"{len(W)}: {', '.join(names)}", biases, "yes" if tied else "no"]
+        + [f"vLLM, {served}", f"{difference:.1e}", f"{time.perf_counter() - start:.1f}"]
     )
 
 
 def families_on_ranks():
-    """{family: S, log-probs of this rank's samples, predicted KL, weights after a step}."""
+    """{family: log-probs of this rank's samples, predicted KL, weights after a large step}."""
     samples, results = answers([7, 20, 9, 4]), {}
     for family in FAMILIES:
         model = family_model(family)
         if logra.world() > 1:
             train.checkpoint_layers(model)
             logra.shard_model(model, torch.float32)
-        sketches, optimizer = sketched(model, 8)
-        share = samples[logra.my_rank() :: logra.world()]
-        logp = training_logprobs(model, share)
-        (logp * advantages_of(share)).sum().backward()
-        S = sketch_of_all(sketches)
+        sketches, optimizer = sketched(model, update_ratio=0.1)
+        own = samples[logra.my_rank() :: logra.world()]
+        logp = trainer_logprobs(model, own)
+        (logp * advantages_of(own)).sum().backward()
         optimizer.propose(40)
-        kl = logra.predict_kl(model, sketches, share)[0][1]
-        optimizer.step(1.0)
-        W = gathered(sketches.layers)
-        results[family] = {"S": S, "logp": logp.detach(), "kl": kl, "W": W}
+        _, [kl] = logra.predict_kl(model, sketches, own)[0]
+        optimizer.step()
+        results[family] = logp.detach(), kl, gathered(sketches.layers)
     return results
 
 
 @pytest.mark.slow
 def test_families_on_two_ranks_are_those_of_one(tmp_path):
-    """Sharded, scaled embeddings, tied or not: the same log-probs, sketches, KL and step."""
+    """Sharded, scaled embeddings, tied or not: the same log-probs, KL and step."""
     process, one = torchrun(2, __file__, "families_on_ranks", tmp_path / "2"), families_on_ranks()
     words = said(process)
     assert process.returncode == 0, words
     both = [torch.load(tmp_path / "2" / f"{rank}.pt") for rank in (0, 1)]
-    lengths = [7, 20, 9, 4]
-    for family, expected in one.items():
-        parts = expected["logp"].split(lengths)
-        for rank, found in enumerate(r[family] for r in both):
-            assert apart(found["logp"], torch.cat(parts[rank::2])) < 1e-5, family
-            assert found["kl"] == pytest.approx(expected["kl"], rel=1e-3), family
-            for path, S in expected["S"].items():
-                assert rel(found["S"][path], S) < 1e-4, (family, path)
-                assert rel(found["W"][path], expected["W"][path]) < 1e-5, (family, path)
+    for family, (logp, kl, W) in one.items():
+        parts = logp.split([7, 20, 9, 4])
+        for rank, (own_logp, own_kl, own_W) in enumerate(results[family] for results in both):
+            assert apart(own_logp, torch.cat(parts[rank::2])) < 1e-5, family
+            assert own_kl == pytest.approx(kl, rel=1e-3), family
+            for path in W:
+                assert rel(own_W[path], W[path]) < 1e-4, (family, path)
 
 
-def other(kind, config=None, **changes):
-    """A tiny model of a kind that logra was not made for, by the names of its classes."""
+def other(kind, **changes):
+    """A tiny model of any class of transformers."""
     shape = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
     shape |= {"num_attention_heads": 2, "num_key_value_heads": 2} | changes
-    config = getattr(transformers, config or f"{kind.removesuffix('ForCausalLM')}Config")(**shape)
-    return getattr(transformers, kind)(config)
-
-
-EXPERTS = {"num_local_experts": 4, "moe_intermediate_size": 32, "head_dim": 32}
-BART = {"d_model": 64, "decoder_layers": 2, "decoder_attention_heads": 2, "decoder_ffn_dim": 96}
-# How it is made, what is added to its config, flags, and words of the sentence that answers it
-REFUSED = {
-    "experts": (lambda: other("MixtralForCausalLM", **EXPERTS), {}, "", "--targets gate_up_proj"),
-    "sinks": (
-        lambda: other("GptOssForCausalLM", **EXPERTS),
-        {},
-        "--targets q_proj",
-        "--model GptOssForCausalLM attention",
-    ),
-    "Conv1D": (
-        lambda: other("GPT2LMHeadModel", "GPT2Config"),
-        {},
-        "",
-        "--targets mlp.c_fc.weight nn.Linear",
-    ),
-    "bypassed layers": (lambda: other("MambaForCausalLM"), {}, "", "--model dt_proj --targets"),
-    "no forward mode": (lambda: other("BloomForCausalLM"), {}, "", "--model Bloom predicted"),
-    "encoder": (lambda: other("BertLMHeadModel", "BertConfig"), {}, "", "--model BertLMHeadModel"),
-    "decoder of two": (lambda: other("BartForCausalLM", **BART), {}, "", "--model encoder_attn"),
-    "encoder-decoder": (
-        lambda: other("T5ForConditionalGeneration", "T5Config", d_model=64, d_kv=32, num_heads=2),
-        {},
-        "",
-        "--model T5Config",
-    ),
-    "images": (lambda: other("ViTModel", "ViTConfig"), {}, "", "--model ViTConfig"),
-    "quantised": (
-        lambda: tiny_llama(),
-        {"quantization_config": {"quant_method": "fp8"}},
-        "",
-        "--model quantised",
-    ),
-    "adapters": (lambda: tiny_llama(), None, "", "--model adapters"),
-}
+    model_class = getattr(transformers, kind)
+    return model_class(model_class.config_class(**shape))
 
 
 def saved_model(directory, model, **more):
@@ -2669,36 +1705,44 @@ def saved_model(directory, model, **more):
     return directory
 
 
-def train_on(directory, lab, run, flags=""):
-    argv = f"--engine hf --model {directory} --data {lab}/good.jsonl --out {run} --rank 4 --steps 1"
-    argv += f" --max-prompt-tokens 16 --max-new-tokens 8 --prompts-per-step 2 {flags}"
-    return train.main(argv.split())
+EXPERTS = {"num_local_experts": 4, "moe_intermediate_size": 32, "head_dim": 32}
+T5 = {"d_model": 64, "d_kv": 32, "num_heads": 2}
+FP8 = {"quantization_config": {"quant_method": "fp8"}}
+# What its config has besides, and words of the sentence that answers it
+REFUSED = {
+    "MixtralForCausalLM": (EXPERTS, "--targets gate_up_proj"),  # most weights are in its experts
+    "GPT2LMHeadModel": ({}, "--targets nn.Linear"),  # its layers are Conv1D
+    "MambaForCausalLM": ({}, "--model dt_proj --targets"),  # it uses the weight without the layer
+    "BloomForCausalLM": ({}, "--model Bloom predicted"),  # no forward mode
+    "T5ForConditionalGeneration": (T5, "--model T5Config"),
+    "LlamaForCausalLM": (FP8, "--model quantised"),
+}
 
 
 @pytest.mark.parametrize("kind", REFUSED)
 def test_families_that_cannot_be_trained_are_refused(kind, lab, tmp_path, capsys):
     """One sentence names what is in the way, and nothing is written."""
-    make, more, flags, words = REFUSED[kind]
-    directory = saved_model(tmp_path / "model", make(), **(more or {}))
-    if more is None:
-        (directory / "adapter_config.json").write_text("{}")
-    assert train_on(directory, lab, tmp_path / "run", flags) == 2
+    changes, words = REFUSED[kind]
+    saved_model(tmp_path / "model", other(kind, **changes))
+    argv = f"--engine hf --model {tmp_path}/model --data {{lab}}/good.jsonl --out {tmp_path}/run"
+    assert main(lab, f"{argv} --rank 4 --max-prompt-tokens 16 --max-new-tokens 8") == 2
     out, err = capsys.readouterr()
     assert "Traceback" not in out + err and not (tmp_path / "run").exists()
     assert err.splitlines()[-1].startswith("error: ")
     assert all(word in err.splitlines()[-1] for word in words.split()), err
 
 
-def test_families_of_experts_train_what_is_named(lab, tmp_path):
-    """Targets narrow a mixture to its attention: the run ends, and only that has moved."""
-    directory = saved_model(tmp_path / "model", other("MixtralForCausalLM", **EXPERTS))
-    flags = f"--targets q_proj o_proj --reward {lab}/reward.py:spread --group-size 4"
-    assert train_on(directory, lab, tmp_path / "run", flags) == 0
-    before, after = (
-        load_file(d / "model.safetensors") for d in (directory, tmp_path / "run/step-1")
-    )
-    changed = {name.split(".")[-2] for name in before if not torch.equal(before[name], after[name])}
-    assert changed == {"q_proj", "o_proj"}
+def test_families_with_adapters_or_split_weights_are_refused(tmp_path):
+    """Adapters in the directory, or attached by peft; tensor-parallel weights."""
+    directory = saved_model(tmp_path, tiny_llama())
+    (directory / "adapter_config.json").write_text("{}")
+    with pytest.raises(train.UserError, match="adapters"):
+        train.load_model(str(directory), "--model")
+    for name, words in (("peft_config", "adapters"), ("_tp_size", "tensor")):
+        model = tiny_llama()
+        setattr(model, name, 2)
+        with pytest.raises(train.UserError, match=words):
+            train.check_targets(model, logra.find_targets(model), settings())
 
 
 def test_families_with_a_capped_attention_keep_the_cap(tmp_path):
@@ -2713,13 +1757,11 @@ def test_families_with_a_capped_attention_keep_the_cap(tmp_path):
 
 def test_families_that_see_train_their_text_model(tmp_path):
     """Gemma 3 with its vision tower: the text layers are found, and the probe knows them."""
-    text = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
-    text |= {"num_attention_heads": 2, "num_key_value_heads": 1, **FAMILIES["Gemma3"]}
     sight = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
     sight |= {"num_attention_heads": 1, "image_size": 28, "patch_size": 14}
-    tokens = {"mm_tokens_per_image": 4, "image_token_index": 62, "boi_token_index": 61}
-    tokens |= {"eoi_token_index": 63, "text_config": text, "vision_config": sight}
-    config = transformers.Gemma3Config(**tokens)
+    parts = {"text_config": family_model("Gemma3").config, "vision_config": sight}
+    tokens = {"boi_token_index": 61, "image_token_index": 62, "eoi_token_index": 63}
+    config = transformers.Gemma3Config(**parts, **tokens, mm_tokens_per_image=4)
     saved_model(tmp_path, transformers.Gemma3ForConditionalGeneration(config))
     model, _, _ = train.load_model(str(tmp_path), "--model")
     layers = logra.find_targets(model)
@@ -2727,13 +1769,14 @@ def test_families_that_see_train_their_text_model(tmp_path):
     train.check_model(model, layers, [5, 6, 7, 8])
 
 
-def test_families_with_adapters_or_split_weights_are_refused():
-    """Adapters that peft has attached, and tensor-parallel weights: ValueError."""
-    for name, value, word in (("peft_config", {}, "adapters"), ("_tp_size", 2, "tensor")):
-        model = tiny_llama()
-        setattr(model, name, value)
-        with pytest.raises(ValueError, match=word):
-            logra.attach_sketches(model, 4)
+def test_families_of_experts_train_what_is_named():
+    """The probe passes through a mixture narrowed to its attention, but not GPT-OSS's sinks."""
+    model = other("MixtralForCausalLM", **EXPERTS)
+    layers = logra.find_targets(model, ["q_proj", "o_proj"])
+    train.check_model(model, layers, [5, 6, 7, 8])
+    model = other("GptOssForCausalLM", **EXPERTS)
+    with pytest.raises(train.UserError, match="GptOssForCausalLM has an attention"):
+        train.check_model(model, logra.find_targets(model, ["q_proj"]), [5, 6, 7, 8])
 
 
 # ------------------------------------------------------------------------------------------------
@@ -2753,9 +1796,6 @@ def spread(completion, row):
     if row["answer"] == "slow":
         time.sleep(60)
     return len(completion) % 5 + len(set(completion)) / 7
-number = 3
-def one(completion):
-    return 1.0
 """
 # Templates as there are in public: one refuses a system turn, one does not look at it
 STRICT = "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('not supported') }}"
@@ -2814,25 +1854,28 @@ def lab(tmp_path_factory, small_task):
         model.save_pretrained(lab / kind)
         tokenizer_with_bos().save_pretrained(lab / kind)
     (lab / "empty").mkdir()
-    jsonl(
-        lab / "good.jsonl", *(row(p, str(i)) for i, p in enumerate(("a cat", "ten dogs", "four")))
-    )
-    jsonl(lab / "nothing.jsonl")
-    jsonl(lab / "blank.jsonl", "", "   ", "")
-    jsonl(lab / "noprompt.jsonl", row(), {"answer": "4"})
-    jsonl(lab / "noanswer.jsonl", row(), "", {"prompt": "two"})
-    jsonl(lab / "notjson.jsonl", row(), row(), '{"prompt": "two", ')
-    jsonl(lab / "notobject.jsonl", row(), '["two", "four"]')
-    jsonl(lab / "chat.jsonl", row([{"role": "user", "content": "two"}]))
-    jsonl(lab / "turn.jsonl", row(), row([{"role": "user"}]))
-    jsonl(lab / "words.jsonl", row(), row("two", "none at all"))
-    jsonl(lab / "deep.jsonl", row(), '{"prompt": ' + "[" * 100_000)
-    jsonl(lab / "half.jsonl", row(), row("\ud800"))
-    jsonl(lab / "true.jsonl", row(), row(answer=True))
-    picture = [{"type": "image", "url": "cat.png"}]
-    jsonl(lab / "picture.jsonl", row(), row([{"role": "user", "content": picture}]))
-    told = [{"role": "user", "content": "two"}, {"role": "assistant", "content": "2"}]
-    jsonl(lab / "ended.jsonl", row(), {"messages": told, "answer": "2"})
+    user, picture = {"role": "user", "content": "two"}, [{"type": "image", "url": "cat.png"}]
+    told = [user, {"role": "assistant", "content": "2"}]
+    for name, *rows in [
+        ("good", *(row(p, str(i)) for i, p in enumerate(("a cat", "ten dogs", "four")))),
+        ("blank", "", "   ", ""),
+        ("noprompt", row(), {"answer": "4"}),
+        ("noanswer", row(), "", {"prompt": "two"}),
+        ("true", row(), row(answer=True)),
+        ("infinite", row(), '{"prompt": "two", "answer": 1e999}'),
+        ("notjson", row(), row(), '{"prompt": "two", '),
+        ("notobject", row(), '["two", "four"]'),
+        ("deep", row(), '{"prompt": ' + "[" * 100_000),
+        ("half", row(), row("\ud800")),
+        ("words", row(), row("two", "none at all")),
+        ("chat", row([user])),
+        ("turn", row(), row([{"role": "user"}])),
+        ("picture", row(), row([{"role": "user", "content": picture}])),
+        ("ended", row(), {"messages": told, "answer": "2"}),
+    ]:
+        jsonl(lab / f"{name}.jsonl", *rows)
+    (lab / "binary.jsonl").write_bytes(b"\xff\xfe\x00\x80")
+    (lab / "reward.py").write_text(REWARD)
     for name, template in (("strict", STRICT), ("deaf", DEAF), ("small", None)):
         tokenizer = tokenizer_with_bos()
         tokenizer.chat_template = template
@@ -2841,9 +1884,6 @@ def lab(tmp_path_factory, small_task):
     small = transformers.AutoModelForCausalLM.from_pretrained(lab / "small")
     small.resize_token_embeddings(8)
     small.save_pretrained(lab / "small")
-    (lab / "binary.jsonl").write_bytes(b"\xff\xfe\x00\x80")
-    (lab / "reward.py").write_text(REWARD)
-    (lab / "broken.py").write_text("def spread(completion, row:\n")
     assert main(lab, f"{SMALL} --steps 4 --out {{lab}}/done") == 0
     for torn, file in (
         ("torn-state", "step-4/trainer.pt"),
@@ -2866,146 +1906,97 @@ def lab(tmp_path_factory, small_task):
 MODEL = "--engine hf --model {lab}/llama --max-prompt-tokens 16 --max-new-tokens 8"
 DATA = f"{MODEL} --data {{lab}}/good.jsonl"
 
-# The command line, and words of the one sentence that answers it
-BAD_INPUT = {
-    "unknown model path": ("--model {lab}/nowhere --data {lab}/good.jsonl", "--model nowhere"),
-    "unknown model name": ("--model no/such --data {lab}/good.jsonl", "--model no/such"),
-    "no model in directory": ("--model {lab}/empty --data {lab}/good.jsonl", "--model empty"),
-    "model without data": ("--model {lab}/llama", "--model --data"),
-    "data without model": ("--data {lab}/good.jsonl", "--data --model"),
-    "eval data without model": ("--eval-data {lab}/good.jsonl", "--eval-data --model"),
-    "data not there": (f"{MODEL} --data {{lab}}/nowhere.jsonl", "nowhere.jsonl"),
-    "data is a directory": (f"{MODEL} --data {{lab}}/empty", "/empty"),
-    "data empty": (f"{MODEL} --data {{lab}}/nothing.jsonl", "nothing.jsonl rows"),
-    "data blank": (f"{MODEL} --data {{lab}}/blank.jsonl", "blank.jsonl rows"),
-    "data binary": (f"{MODEL} --data {{lab}}/binary.jsonl", "binary.jsonl"),
-    "row without prompt": (f"{MODEL} --data {{lab}}/noprompt.jsonl", "noprompt.jsonl:2 prompt"),
-    "row without answer": (f"{MODEL} --data {{lab}}/noanswer.jsonl", "noanswer.jsonl:3 answer"),
-    "row not JSON": (f"{MODEL} --data {{lab}}/notjson.jsonl", "notjson.jsonl:3 JSON"),
-    "row not an object": (f"{MODEL} --data {{lab}}/notobject.jsonl", "notobject.jsonl:2 object"),
-    "row nested too deep": (f"{MODEL} --data {{lab}}/deep.jsonl", "deep.jsonl:2 JSON"),
-    "row with half a character": (f"{MODEL} --data {{lab}}/half.jsonl", "half.jsonl:2 tokenizer"),
-    "answer true": (f"{MODEL} --data {{lab}}/true.jsonl", "true.jsonl:2 answer"),
-    "chat without template": (f"{MODEL} --data {{lab}}/chat.jsonl", "chat.jsonl:1 template"),
-    "turn without content": (f"{MODEL} --data {{lab}}/turn.jsonl", "turn.jsonl:2 content"),
-    "turn of pictures": (f"{MODEL} --data {{lab}}/picture.jsonl", "picture.jsonl:2 content text"),
-    "chat with its answer": (f"{MODEL} --data {{lab}}/ended.jsonl", "ended.jsonl:2 assistant"),
-    "template arguments no JSON": (f"{DATA} --template-kwargs {{{{a", "--template-kwargs JSON"),
-    "template argument cut short": (
-        f'{DATA} --template-kwargs {{{{"enable":false}}}}',
-        "--template-kwargs enable",
-    ),
-    "template arguments no object": (f"{DATA} --template-kwargs [1]", "--template-kwargs object"),
-    "template argument unknown": (
-        f'{DATA} --template-kwargs {{{{"thinking":false}}}}',
-        "--template-kwargs thinking",
-    ),
-    "template refuses a system turn": (
-        f"{DATA} --model {{lab}}/strict --system hush",
-        "--system template supported",
-    ),
-    "template leaves the system turn out": (
-        f"{DATA} --model {{lab}}/deaf --system hush",
-        "--system template out",
-    ),
-    "tokenizer of another model": (
-        f"{MODEL} --model {{lab}}/small --data {{lab}}/good.jsonl",
-        "--model 8 good.jsonl:1",
-    ),
-    "answer without number": (f"{MODEL} --data {{lab}}/words.jsonl", "words.jsonl:2 number"),
-    "bad held-out row": (f"{DATA} --eval-data {{lab}}/noanswer.jsonl", "noanswer.jsonl:3 answer"),
-    "all prompts too long": (f"{DATA} --max-prompt-tokens 1", "--data --max-prompt-tokens 3"),
-    "more tokens than positions": (f"{DATA} --max-new-tokens 4000", "--max-new-tokens 4016 512"),
-    "rank 0": ("--rank 0", "--rank 0"),
-    "rank -1": ("--rank -1", "--rank -1"),
-    "group of one": ("--group-size 1", "--group-size 2 running_mean"),
-    "group of none": ("--group-size 0 --advantage running_mean", "--group-size 1"),
-    "no such advantage": ("--advantage critic", "--advantage running_mean"),
-    "no such denominator": ("--denominator groups", "--denominator constant"),
-    "top-p": ("--top-p 0.9", "--top-p"),
-    "top-k": ("--top-k 50", "--top-k"),
-    "no steps": ("--steps 0", "--steps 1"),
-    "no new tokens": ("--max-new-tokens 0", "--max-new-tokens"),
-    "negative seed": ("--seed -1", "--seed -1"),
-    "ratio nan": ("--update-ratio nan", "--update-ratio nan"),
-    "ratio inf": ("--update-ratio inf", "--update-ratio inf"),
-    "ratio negative": ("--update-ratio -0.1", "--update-ratio -0.1"),
-    "ratio 0": ("--update-ratio 0", "--update-ratio 0"),
-    "temperature 0": ("--temperature 0", "--temperature 0"),
-    "temperature nan": ("--temperature nan", "--temperature nan"),
-    "eval temperature nan": ("--eval-temperature nan", "--eval-temperature nan"),
-    "budget negative": ("--kl-budget -1", "--kl-budget -1"),
-    "clip below 0": ("--clip-low 1", "--clip-low 1"),
-    "unknown flag": ("--no-such-flag 1", "--no-such-flag"),
-    "abbreviated flag": ("--update-rat 1e-3", "--update-rat"),
-    "stray word": ("train", "train"),
-    "word for a number": ("--steps many", "--steps many"),
-    "fraction for an integer": ("--rank 1.5", "--rank 1.5"),
-    "no such choice": ("--engine tpu", "--engine tpu hf"),
-    "flag without value": ("--resume", "--resume"),
-    "target unknown": ("--engine hf --targets q_proj nonsense", "--targets nonsense o_proj"),
-    "run directory exists": ("--out {lab}/done", "--out done --resume"),
-    "run directory is a file": ("--out {lab}/good.jsonl", "--out good.jsonl"),
-    "run directory under a file": ("--engine hf --out {lab}/good.jsonl/run", "good.jsonl"),
-    "nothing to resume": ("--resume {lab}/nowhere", "nowhere"),
-    "resume, no run": ("--resume {lab}/empty", "empty config.json"),
-    "resume, fewer steps": ("--resume {lab}/done --steps 2", "--steps 2 4"),
-    "resume, another directory": ("--resume {lab}/done --out {lab}/new", "--resume --out"),
-    "resume, other rank": ("--resume {lab}/done --rank 5", "--rank 16 5"),
-    "resume, other optimizer": ("--resume {lab}/done --optimizer sketch_muon", "--optimizer muon"),
-    "verified without sketch": ("--optimizer lora --verify-step", "--verify-step --optimizer lora"),
-    "no norms to keep": ("--optimizer lora --no-keep-layer-norm", "--no-keep-layer-norm lora"),
-    "no such optimizer": ("--optimizer galore", "--optimizer galore sketch_muon"),
-    "resume, other seed": ("--resume {lab}/done --seed 9", "--seed 0 9"),
-    "resume, other model": ("--resume {lab}/done --model {lab}/llama", "--model llama"),
-    "resume, other targets": ("--resume {lab}/done --targets q_proj", "--targets q_proj"),
-    "resume, torn trainer.pt": ("--resume {lab}/torn-state", "step-4/trainer.pt"),
-    "resume, torn weights": ("--resume {lab}/torn-model", "torn-model/step-4"),
-    "resume, torn config": ("--resume {lab}/torn-config", "torn-config/config.json"),
-    "resume, config of nothing": ("--resume {lab}/bare-config", "bare-config/config.json"),
-    "estimate without model": ("--estimate-memory", "--estimate-memory --model"),
-    "estimate, config not there": ("--estimate-memory --model {lab}/nowhere", "{lab}/nowhere"),
-    "estimate, not JSON": ("--estimate-memory --model {lab}/notjson.jsonl", "notjson.jsonl"),
-    "estimate, no model": (
-        "--estimate-memory --model {lab}/bare-config",
-        "bare-config/config.json",
-    ),
-    "estimate, no ranks": (
-        "--estimate-memory --model {lab}/llama --world-size 0",
-        "--world-size 0",
-    ),
-    "estimate, no tokens": (
-        "--estimate-memory --model {lab}/llama --max-length -1",
-        "--max-length",
-    ),
-    "estimate, target unknown": (
-        "--estimate-memory --model {lab}/llama --targets nonsense",
-        "llama/config.json --targets nonsense o_proj",
-    ),
-    "estimate, no linear layers": ("--estimate-memory --model {lab}/gpt2.json", "gpt2.json Linear"),
-    "estimate, quantised": ("--estimate-memory --model {lab}/fp8.json", "fp8.json quantised"),
-    "ranks of an estimate alone": ("--world-size 4", "--world-size --estimate-memory torchrun"),
-    "estimate, no causal model": ("--estimate-memory --model {lab}/t5.json", "t5.json CausalLM"),
-    "reward unknown": ("--reward nosuch", "--reward nosuch"),
-    "reward file not there": ("--reward {lab}/nowhere.py:f", "--reward nowhere.py:f"),
-    "reward function not there": ("--reward {lab}/reward.py:missing", "--reward missing"),
-    "reward with a syntax error": ("--reward {lab}/broken.py:spread", "--reward broken.py"),
-    "reward of one argument": ("--reward {lab}/reward.py:one", "--reward one TypeError"),
-    "reward without time": ("--reward-seconds 0", "--reward-seconds 0"),
-    "nothing to evaluate": ("--eval-only", "--eval-only --resume"),
-    "evaluation without rows": (f"{DATA} --eval-only", "--eval-only --eval-data"),
-    "evaluation of no checkpoint": ("--eval-only --resume {lab}/unsaved", "unsaved checkpoint"),
-    "evaluation of nothing": ("--eval-only --resume {lab}/done/step-3", "step-3/config.json"),
-    "evaluation of a torn state": (
-        "--eval-only --resume {lab}/torn-state/step-4",
-        "step-4/trainer.pt",
-    ),
-    "evaluation over a run": (
-        "--eval-only --resume {lab}/done --out {lab}/done",
-        "--out done exists",
-    ),
-    "reward not a function": ("--engine hf --reward {lab}/reward.py:number", "--reward number"),
-}
+# A command line, and words of the one sentence that answers it
+BAD_INPUT = """
+--model no/such --data {lab}/good.jsonl -> --model no/such
+--model {lab}/empty --data {lab}/good.jsonl -> --model empty
+--model {lab}/llama -> --model --data
+--data {lab}/good.jsonl -> --data --model
+--eval-data {lab}/good.jsonl -> --eval-data --model
+MODEL --data {lab}/nowhere.jsonl -> nowhere.jsonl
+MODEL --data {lab}/binary.jsonl -> binary.jsonl
+MODEL --data {lab}/blank.jsonl -> blank.jsonl rows
+MODEL --data {lab}/noprompt.jsonl -> noprompt.jsonl:2 prompt
+MODEL --data {lab}/noanswer.jsonl -> noanswer.jsonl:3 answer
+MODEL --data {lab}/true.jsonl -> true.jsonl:2 finite
+MODEL --data {lab}/infinite.jsonl -> infinite.jsonl:2 finite
+MODEL --data {lab}/notjson.jsonl -> notjson.jsonl:3 JSON
+MODEL --data {lab}/notobject.jsonl -> notobject.jsonl:2 object
+MODEL --data {lab}/deep.jsonl -> deep.jsonl:2 JSON
+MODEL --data {lab}/half.jsonl -> half.jsonl:2 tokenizer
+MODEL --data {lab}/words.jsonl -> words.jsonl:2 number
+MODEL --data {lab}/chat.jsonl -> chat.jsonl:1 template
+MODEL --data {lab}/turn.jsonl -> turn.jsonl:2 content
+MODEL --data {lab}/picture.jsonl -> picture.jsonl:2 content text
+MODEL --data {lab}/ended.jsonl -> ended.jsonl:2 assistant
+DATA --eval-data {lab}/noanswer.jsonl -> noanswer.jsonl:3 answer
+DATA --template-kwargs {a -> --template-kwargs JSON
+DATA --template-kwargs [1] -> --template-kwargs object
+DATA --template-kwargs {"thinking":false} -> --template-kwargs thinking
+DATA --model {lab}/deaf --template-kwargs {"message":1} -> --template-kwargs message
+DATA --model {lab}/strict --system hush -> --system template supported
+DATA --model {lab}/deaf --system hush -> --system template out
+DATA --model {lab}/small -> --model 8 good.jsonl:1
+DATA --max-prompt-tokens 1 -> --data --max-prompt-tokens 3
+DATA --max-new-tokens 4000 -> --max-new-tokens 4016 512
+DATA --eval-only -> --eval-only --eval-data
+--rank 0 -> --rank 0 1
+--rank 193 -> --rank 193 192
+--engine hf --rank 17 --model {lab}/nowhere/model --data {lab}/good.jsonl -> --model nowhere hub
+--optimizer adamw --rule sketch_sgd -> --rule --optimizer adamw
+--rule nosuch -> --rule nosuch row_adam
+--objective nosuch -> --objective nosuch grpo
+--objective {lab}/reward.py:nosuch -> --objective reward.py:nosuch
+--seed -1 -> --seed -1
+--update-ratio inf -> --update-ratio inf
+--temperature 0 -> --temperature 0
+--eval-temperature nan -> --eval-temperature nan
+--clip-low 1 -> --clip-low 1
+--group-size 1 -> --group-size 2 running_mean
+--advantage critic -> --advantage running_mean
+--denominator groups -> --denominator constant
+--optimizer galore -> --optimizer galore sketch_muon
+--optimizer lora --verify-step -> --verify-step --optimizer lora
+--optimizer lora --no-keep-layer-norm -> --no-keep-layer-norm lora
+--engine hf --targets q_proj nonsense -> --targets nonsense o_proj
+--top-p 0.9 -> --top-p
+--update-rat 1e-3 -> --update-rat
+train -> train
+--steps many -> --steps many
+--rank 1.5 -> --rank 1.5
+--resume -> --resume
+--reward nosuch -> --reward nosuch
+--out {lab}/done -> --out done --resume
+--out {lab}/good.jsonl -> --out good.jsonl
+--engine hf --out {lab}/good.jsonl/run -> good.jsonl
+--resume {lab}/nowhere -> nowhere
+--resume {lab}/empty -> empty config.json
+--resume {lab}/done --steps 2 -> --steps 2 4
+--resume {lab}/done --out {lab}/new -> --resume --out
+--resume {lab}/done --rank 5 -> --rank 16 5
+--resume {lab}/done --optimizer sketch_muon -> --optimizer muon
+--resume {lab}/done --seed 9 -> --seed 0 9
+--resume {lab}/done --model {lab}/llama -> --model llama
+--resume {lab}/done --targets q_proj -> --targets q_proj
+--resume {lab}/torn-state -> step-4/trainer.pt
+--resume {lab}/torn-model -> torn-model/step-4
+--resume {lab}/torn-config -> torn-config/config.json
+--resume {lab}/bare-config -> bare-config/config.json
+--eval-only -> --eval-only --resume
+--eval-only --resume {lab}/unsaved -> unsaved checkpoint
+--eval-only --resume {lab}/done/step-3 -> step-3/config.json
+--eval-only --resume {lab}/torn-state/step-4 -> step-4/trainer.pt
+--eval-only --resume {lab}/done --out {lab}/done -> --out done exists
+--world-size 4 -> --world-size --estimate-memory torchrun
+--estimate-memory -> --estimate-memory --model
+--estimate-memory --model {lab}/nowhere -> {lab}/nowhere
+--estimate-memory --model {lab}/notjson.jsonl -> notjson.jsonl
+--estimate-memory --model {lab}/bare-config -> bare-config/config.json
+--estimate-memory --model {lab}/llama --targets nonsense -> llama/config.json --targets o_proj
+--estimate-memory --model {lab}/gpt2.json -> gpt2.json Linear
+--estimate-memory --model {lab}/t5.json -> t5.json CausalLM
+--estimate-memory --model {lab}/fp8.json -> fp8.json quantised
+"""
 
 
 def snapshot(root):
@@ -3014,18 +2005,20 @@ def snapshot(root):
     return [(str(p), s.st_size if p.is_file() else 0, s.st_mtime_ns) for p, s in stats]
 
 
-@pytest.mark.parametrize("case", BAD_INPUT)
+@pytest.mark.parametrize("case", BAD_INPUT.strip().split("\n"))
 def test_bad_input_is_answered_by_one_sentence(case, lab, tmp_path, monkeypatch, capsys):
     """Exit code 2, the flag, file or row at fault is named, and nothing is written."""
-    argv, words = (text.format(lab=lab) for text in BAD_INPUT[case])
+    for name, text in (("DATA", DATA), ("MODEL", MODEL), ("{lab}", str(lab))):
+        case = case.replace(name, text)
+    argv, words = case.split(" -> ")
     monkeypatch.chdir(tmp_path)  # where runs/ would be
     before = snapshot(lab)
     assert train.main(argv.split()) == 2
     out, err = capsys.readouterr()
     assert "Traceback" not in out + err
-    sentences = [line for line in err.splitlines() if line.startswith("error:")]
-    assert len(sentences) == 1 and sentences[0] == err.splitlines()[-1]
-    assert all(word in sentences[0] for word in words.split()), sentences[0]
+    (sentence,) = errors(err)
+    assert sentence == err.splitlines()[-1]
+    assert all(word in sentence for word in words.split()), sentence
     assert snapshot(lab) == before and not list(tmp_path.iterdir())
 
 
@@ -3064,11 +2057,28 @@ def made_run(path, seed=0, scores=(0.2, 0.9, 0.8), **settings):
         phases, gib = {"generate": 2.0, "train": 0.5 * i}, 3.0 / i
         records += [{"step": i, "update": i, "reward": 0.1, "seconds": phases, "peak_gib": gib}]
         records += [{"step": i, "eval_accuracy": score}]
-    records[-1]["greedy"] = 0.75
+    records[-1] |= {"greedy": 0.75, "eval_interval": [0.7, 0.9]}
     path.mkdir()
     (path / "config.json").write_text(json.dumps({"config": train.dataclasses.asdict(config)}))
     jsonl(path / "metrics.jsonl", *records)
     return str(path)
+
+
+def test_the_state_of_a_run_on_a_gpu_is_read_without_one(tmp_path):
+    """Moments and adapters are saved from where they are; each rank reads them into the host."""
+    parts = ("step", "mismatch", "advantage", "prompts", "optimizer", "weights")
+    with mock.patch("torch.serialization.location_tag", lambda storage: "cuda:0"):
+        torch.save(dict.fromkeys(parts, torch.ones(3)), tmp_path / "trainer.pt")
+    assert train.load_state(tmp_path)["optimizer"].tolist() == [1, 1, 1]
+
+
+def summarized(capsys, *paths):
+    """What --summarize prints: the JSON object, and the lines before it."""
+    assert train.main(["--summarize", *map(str, paths)]) == 0
+    out, err = capsys.readouterr()
+    *lines, last = out.splitlines()
+    assert not err
+    return json.loads(last), lines
 
 
 def test_summary_of_runs_is_that_of_hand_made_ones(tmp_path, capsys):
@@ -3079,29 +2089,20 @@ def test_summary_of_runs_is_that_of_hand_made_ones(tmp_path, capsys):
         made_run(tmp_path / "c", 5, (0.3, 0.9, 0.5)),
         made_run(tmp_path / "d", 6, (0.1, 0.3, 0.5)),
     ]
-    assert train.main(["--summarize", *paths]) == 0
-    out, err = capsys.readouterr()
-    assert not err
-    *lines, last = out.splitlines()
-    found = json.loads(last)
+    found, lines = summarized(capsys, *paths)
     assert [run["out"] for run in found["runs"]] == paths
     first = {"optimizer": "row_adam", "seed": 4, "steps": 2, "accuracy_before": 0.2}
     first |= {"accuracy": 0.8, "greedy": 0.75, "collapsed": False, "seconds": 5.5, "peak_gib": 3.0}
     assert found["runs"][0] == {"out": paths[0], **first}
-    assert [run["collapsed"] for run in found["runs"]] == [False, True, False, False]
-    sketched, dense = found["groups"]  # of .8, .5, .5: variance (.2^2 + .1^2 + .1^2) / 2
-    assert sketched["group"] == "optimizer=row_adam lr=1e-06"
-    assert dense["group"] == "optimizer=adamw lr=0.0003"
-    assert (sketched["n"], sketched["seeds"], sketched["collapsed"]) == (3, [4, 5, 6], 0)
-    assert sketched["mean"] == pytest.approx(0.6) and sketched["sd"] == pytest.approx(0.03**0.5)
-    assert (dense["n"], dense["mean"], dense["sd"], dense["collapsed"]) == (1, 0.39, None, 1)
-    rows = [line.split() for line in lines]
-    words = "adamw 4 2 0.100 0.390 0.750 yes 5.500 3.000"
-    assert f"{paths[1]} {words}".split() in rows
-    # All take 5.5 s, 2.5 of them for the first update: at the end nothing is left between them
-    assert sketched["mean_then"] == pytest.approx(0.6) and dense["mean_then"] == 0.39
-    assert dense["eval_accuracy"] == [[0, 0.1], [1, 0.8], [2, 0.39]]
-    assert sketched["kl"] == {"updates": 0} and "realised KL" not in out  # never measured here
+    words = f"{paths[1]} adamw 4 2 0.100 0.390 0.750 yes 5.500 3.000"
+    assert words.split() in [line.split() for line in lines]
+    a, b = found["groups"]  # a: .8, .5, .5, so the variance is (.2^2 + .1^2 + .1^2) / 2
+    assert (a["group"], b["group"]) == ("optimizer=row_adam lr=1e-06", "optimizer=adamw lr=0.0003")
+    assert (a["n"], a["seeds"], a["collapsed"]) == (3, [4, 5, 6], 0)
+    assert [a["mean"], a["sd"], a["mean_then"]] == pytest.approx([0.6, 0.03**0.5, 0.6])
+    assert [b[key] for key in ("n", "mean", "sd", "collapsed")] == [1, 0.39, None, 1]
+    assert b["eval_accuracy"] == [[0, 0.1], [1, 0.8], [2, 0.39]]
+    assert a["kl"] == {"updates": 0} and not any("realised KL" in line for line in lines)
     plots = [line[6:] for line in lines if "|" in line]
     assert len(plots) == 20 and plots[8] == "b" * 60  # the reward, .1; the later on top
     # Accuracy a: .2, .7, .6 in the mean.  b: .1, .8, .39; between the evaluations a straight line
@@ -3110,112 +2111,60 @@ def test_summary_of_runs_is_that_of_hand_made_ones(tmp_path, capsys):
 
 
 def test_summary_tells_accuracy_at_equal_seconds_and_kl_over_prediction(tmp_path, capsys):
-    """By hand: a run of one update of 2.5 s against one of two, 2.5 + 3 s; ratios .5, 1 and 2."""
-    paths = [made_run(tmp_path / "one", scores=(0.2, 0.4))]
-    paths += [made_run(tmp_path / "two", scores=(0.1, 0.5, 0.9))]
-    paths += [made_run(tmp_path / "slow", scores=(0.1, 0.9), lr=1.0)]
-    slow = tmp_path / "slow" / "metrics.jsonl"
+    """By hand: an update of 2.5 s, which ends at 0 (no dash), against one of 5; ratios .5, 1, 2."""
+    quick, kl = made_run(tmp_path / "quick", scores=(0.2, 0.0)), tmp_path / "kl"
+    made_run(kl, scores=(0.1, 0.5, 0.9, 0.9))
+    records = [{"step": i, "seconds": {"train": 2.0}, "peak_gib": 1.0} for i in range(4)]
+    for record, p, realised in zip(records, (2, 3, 2, 1), (1, 3, 4, None), strict=True):
+        record |= {"update": 1, "kl_predicted": p, "kl_realised": realised, "budget": 2.0}
+    jsonl(kl / "metrics.jsonl", *records)
+    slow = Path(made_run(tmp_path / "slow", scores=(0.1, 0.9), lr=1.0), "metrics.jsonl")
     slow.write_text(slow.read_text().replace('"train": 0.5', '"train": 3.0'))  # 5 s: half is done
-    kls = [
-        {"kl_predicted": p, "kl_realised": x, "budget": 2.0} for p, x in ((2, 1), (3, 3), (2, 4))
-    ]
-    kls += [{"kl_predicted": 1.0, "kl_realised": None, "budget": 2.0}]
-    records = [
-        {"step": i, "update": i, "seconds": {"train": 2.0}, "peak_gib": 1.0} for i in range(4)
-    ]
-    jsonl(tmp_path / "two" / "metrics.jsonl", *(a | b for a, b in zip(records, kls, strict=True)))
-    assert train.main(["--summarize", *paths]) == 0
-    *lines, last = capsys.readouterr().out.splitlines()
-    one, two, slow = json.loads(last)["groups"]
-    assert [one["mean_then"], two["mean_then"], slow["mean_then"]] == [
-        0.4,
-        None,
-        pytest.approx(0.5),
-    ]
+    found, lines = summarized(capsys, quick, kl, tmp_path / "slow")
+    quick, kl, slow = found["groups"]
+    assert quick["mean"] == quick["mean_then"] == 0 and quick["collapsed"] == 1
+    assert kl["mean_then"] is None and slow["mean_then"] == pytest.approx(0.5)
     wanted = {"updates": 3, "median": 1.0, "5%": 0.55, "95%": 1.9, "worst": 2.0}
-    assert two["kl"] == pytest.approx(wanted | {"within": 1 / 3, "largest": 2.0})
+    assert kl["kl"] == pytest.approx(wanted | {"within": 1 / 3, "largest": 2.0})
     row = "b 3 1.000 0.550 1.900 2.000 0.333 2.000"
     assert row in [" ".join(line.split()) for line in lines]
 
 
-def test_the_state_of_a_run_on_a_gpu_is_read_without_one(tmp_path):
-    """Moments and adapters are saved from where they are; each rank reads them into the host."""
-    parts = ("step", "mismatch", "baseline", "prompts", "optimizer", "weights")
-    with mock.patch("torch.serialization.location_tag", lambda storage: "cuda:0"):
-        torch.save(dict.fromkeys(parts, torch.ones(3)), tmp_path / "trainer.pt")
-    assert train.load_state(tmp_path)["optimizer"].tolist() == [1, 1, 1]
-
-
-def test_a_group_that_ends_at_zero_has_an_accuracy(tmp_path, capsys):
-    """Zero is a mean, at equal seconds too; it is no dash."""
-    assert train.main(["--summarize", made_run(tmp_path / "run", scores=(0.2, 0.1, 0.0))]) == 0
-    (group,) = json.loads(capsys.readouterr().out.splitlines()[-1])["groups"]
-    assert group["mean"] == group["mean_then"] == 0 and group["collapsed"] == 1
+def test_runs_without_held_out_rows_are_summarized_by_reward(tmp_path, capsys):
+    """No accuracy, nobody known to have collapsed, one curve; a reward below 0 is in its place."""
+    updates = [
+        {"step": i, "update": i, "reward": -3.0, "seconds": {}, "peak_gib": 1} for i in (1, 2)
+    ]
+    jsonl(Path(made_run(tmp_path / "run"), "metrics.jsonl"), *updates)
+    found, lines = summarized(capsys, tmp_path / "run")
+    assert {found["runs"][0][k] for k in ("accuracy_before", "accuracy", "collapsed")} == {None}
+    assert found["groups"][0]["group"] == "all runs" and found["groups"][0]["mean"] is None
+    assert [line[6:] for line in lines if "|" in line] == [""] * 9 + ["a" * 60]
 
 
 def test_runs_that_are_not_finished_are_named_and_left_out(tmp_path, capsys):
     """One sentence each on stderr; exit code 0 as long as one run is left, else 2."""
-    good, names = made_run(tmp_path / "good"), ("torn", "short", "late", "foreign", "empty", "gone")
-    bad = [str(tmp_path / name) for name in names]
-    for path in map(Path, bad[:5]):
-        made_run(path)
-    text = (tmp_path / "good" / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (tmp_path / "torn" / "metrics.jsonl").write_text("".join(text)[:-9])
-    (tmp_path / "short" / "metrics.jsonl").write_text("".join(text[:3]))  # killed in step 2
-    (tmp_path / "late" / "metrics.jsonl").write_text("".join(text[:4]))  # before it was evaluated
-    (tmp_path / "foreign" / "config.json").write_text('{"config": {"colour": 1}}')
-    (tmp_path / "empty" / "metrics.jsonl").write_text("")
-    assert train.main(["--summarize", *bad, good]) == 0
+    good = made_run(tmp_path / "good")
+    lines = Path(good, "metrics.jsonl").read_text().splitlines(keepends=True)
+    bad = {
+        "torn": ("metrics.jsonl", "".join(lines)[:-9]),
+        "short": ("metrics.jsonl", "".join(lines[:3])),  # killed in step 2
+        "late": ("metrics.jsonl", "".join(lines[:4])),  # before it was evaluated
+        "empty": ("metrics.jsonl", ""),
+        "broken": ("metrics.jsonl", "{\n"),
+        "foreign": ("config.json", '{"config": {"colour": 1}}'),
+    }
+    for name, (file, text) in bad.items():
+        Path(made_run(tmp_path / name), file).write_text(text)
+    paths = [str(tmp_path / name) for name in (*bad, "gone")]
+    assert train.main(["--summarize", *paths, good]) == 0
     out, err = capsys.readouterr()
     assert [run["out"] for run in json.loads(out.splitlines()[-1])["runs"]] == [good]
-    assert len(err.splitlines()) == len(bad)
-    for line, path in zip(err.splitlines(), bad, strict=True):
-        assert path in line
-    assert "step 1 of 2" in err.splitlines()[1] and "step 1 of 2" in err.splitlines()[2]
-    assert train.main(["--summarize", *bad]) == 2
+    assert all(path in line for path, line in zip(paths, err.splitlines(), strict=True))
+    assert err.count("is not finished: step 1 of 2") == 3
+    assert train.main(["--summarize", *paths]) == 2
     out, err = capsys.readouterr()
-    assert not out and err.splitlines()[-1].startswith("error: --summarize")
-    assert len(err.splitlines()) == len(bad) + 1
-
-
-def test_runs_without_held_out_rows_are_summarized_by_reward(tmp_path, capsys):
-    """No accuracy, nobody known to have collapsed, one curve; a reward below 0 is in its place."""
-    path = tmp_path / "run"
-    made_run(path, scores=(0.1, 0.2, 0.3))
-    records = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
-    jsonl(path / "metrics.jsonl", *({**r, "reward": -3.0} for r in records if "update" in r))
-    assert train.main(["--summarize", str(path)]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    found = json.loads(lines[-1])
-    assert {found["runs"][0][k] for k in ("accuracy_before", "accuracy", "collapsed")} == {None}
-    assert found["groups"][0]["group"] == "all runs" and found["groups"][0]["mean"] is None
-    plot = [line[6:] for line in lines if "|" in line]
-    assert plot == [""] * 9 + ["a" * 60]
-
-
-def test_a_run_that_is_complete_is_not_run_again(lab, capsys):
-    """The same command line again is answered by a sentence; another one is refused."""
-    again = f"{SMALL} --steps 4 --out {{lab}}/done"
-    before = snapshot(lab)
-    assert main(lab, again) == 0
-    out, err = capsys.readouterr()
-    assert not out and len(err.splitlines()) == 1 and "lab" in err and "done" in err
-    for other in (again.replace("--steps 4", "--steps 2"), f"{again} --seed 1"):
-        assert main(lab, other) == 2
-        assert "exists" in capsys.readouterr().err
-    checkpoint = lab / "done" / "step-4"
-    checkpoint.rename(lab / "moved")  # killed before the last checkpoint: it is to be resumed
-    assert main(lab, again) == 2
-    (lab / "moved").rename(checkpoint)
-    assert "exists" in capsys.readouterr().err
-    assert [x[:2] for x in snapshot(lab)] == [x[:2] for x in before]
-
-
-def test_a_reward_that_exits_is_a_reward_that_fails():
-    """sys.exit() in a reward, even with 0, does not end the run as if it had succeeded."""
-    sample = logra.Sample([1], [], [], True, row=train.Example([1], {}, "rows.jsonl:7"))
-    with pytest.raises(train.UserError, match="rows.jsonl:7"):
-        train.score(lambda completion, row: sys.exit(0), tokenizer_with_bos(), 9, sample)
+    assert not out and err.splitlines()[len(paths)].startswith("error: --summarize: no finished")
 
 
 def test_help_has_every_flag_and_its_default(capsys):
@@ -3234,26 +2183,17 @@ def test_help_has_every_flag_and_its_default(capsys):
 # ------------------------------------------------------------------------------------------------
 
 
-def test_blank_lines_crlf_and_a_byte_order_mark_are_no_rows(tmp_path):
-    """Rows keep the number of their line; GSM8K's names are known."""
+def test_rows_of_any_shape_are_read(tmp_path):
+    """Only a newline ends a row; blank lines, CRLF and a byte order mark are none; all names."""
+    chat, long = [{"role": "user", "content": "двa 🐈"}], "a\u2028b\x85c\u2029" * 20_000
+    rows = [{"messages": chat}, {"prompt": None, "question": "q"}, {"prompt": long}]
+    rows += [{"prompt": "p", "messages": chat, "question": "q"}]
     path = tmp_path / "rows.jsonl"
-    text = '\ufeff{"prompt": "a", "answer": 1}\r\n\r\n{"question": "b", "answer": "so #### 2"}'
-    path.write_bytes(text.encode())
-    rows = train.read_rows(str(path))
-    assert [where for where, _ in rows] == [f"{path}:1", f"{path}:3"]
-    assert [(row["prompt"], row["answer"]) for _, row in rows] == [("a", 1), ("b", "so #### 2")]
-
-
-@pytest.mark.parametrize("character", ["\u2028", "\x85", "\u2029"])
-def test_only_a_newline_ends_a_row(tmp_path, character):
-    """JSON allows these inside a string, though str.splitlines() splits there."""
-    path = tmp_path / "rows.jsonl"
-    line = json.dumps(row(f"a{character}b"), ensure_ascii=False)
-    path.write_text(f"{line}\n{line}\n", encoding="utf-8")
-    rows = train.read_rows(str(path))
-    assert [(where, r["prompt"]) for where, r in rows] == [
-        (f"{path}:{i}", f"a{character}b") for i in (1, 2)
-    ]
+    lines = [json.dumps({**r, "answer": 1.5}, ensure_ascii=False) for r in rows]
+    path.write_bytes(("\ufeff" + "\r\n\r\n".join(lines)).encode())
+    found = train.read_rows(str(path))
+    assert [where for where, _ in found] == [f"{path}:{i}" for i in (1, 3, 5, 7)]
+    assert [r["prompt"] for _, r in found] == [chat, "q", long, "p"]
 
 
 def test_long_prompts_are_left_out_and_counted(capsys):
@@ -3266,25 +2206,14 @@ def test_long_prompts_are_left_out_and_counted(capsys):
     assert "--data: 2 of 4" in "".join(capsys.readouterr())
 
 
-def test_a_template_with_bos_gives_one_bos():
-    """The template is tokenised without special tokens; text would get a second one (4)."""
-    tokenizer = tokenizer_with_bos()
-    assert train.encode(tokenizer, "a cat", "at").count(0) == 1
-    tokenizer.chat_template = "{{ bos_token }}{% for m in messages %}{{ m.content }} {% endfor %}"
-    chat = [{"role": "user", "content": "a cat"}]
-    for prompt in (chat, "a cat"):
-        ids = train.encode(tokenizer, prompt, "at")
-        assert ids.count(0) == 1 and ids[0] == 0 and len(ids) > 1
-    assert tokenizer.encode(tokenizer.apply_chat_template(chat, tokenize=False)).count(0) == 2
-
-
 def test_a_prompt_is_the_template_of_its_turns():
-    """--system goes before chats and texts that have no system turn of their own, and what is in
-    --template-kwargs reaches the template; without one there is a blank line between."""
+    """--system goes before what has no system turn of its own, and --template-kwargs reach the
+    template; without one there is a blank line between.  All begin with one <s> (4)."""
     tokenizer = tokenizer_with_bos()
     plain = functools.partial(tokenizer.encode, add_special_tokens=False)
     ids = train.encode(tokenizer, "a cat", "at", "ten dogs")
     assert ids == tokenizer.encode("ten dogs\n\na cat") == [0, *plain("ten dogs a cat")]
+    assert train.encode(tokenizer, "<s>ten dogs\n\na cat", "at") == ids
     tokenizer.chat_template = CHATTY
     user, own = {"role": "user", "content": "a cat"}, {"role": "system", "content": "red"}
     for prompt, system, options, expected in [
@@ -3296,17 +2225,6 @@ def test_a_prompt_is_the_template_of_its_turns():
     ]:
         ids = train.encode(tokenizer, prompt, "at", system, options)
         assert ids == [0, *plain(expected)] and tokenizer.unk_token_id not in ids
-
-
-def test_rows_of_any_shape_are_read(tmp_path):
-    """`messages`, null prompts, Unicode, a row of 100 kB, CRLF; a prompt has precedence."""
-    chat, long = [{"role": "user", "content": "двa 🐈"}], "a cat " * 20_000
-    rows = [{"messages": chat}, {"prompt": None, "question": "q"}, {"prompt": long}]
-    rows += [{"prompt": "p", "messages": chat, "question": "q"}]
-    path = tmp_path / "rows.jsonl"
-    lines = [json.dumps({**r, "answer": "1"}, ensure_ascii=False) for r in rows]
-    path.write_bytes("\r\n".join(lines).encode())
-    assert [r["prompt"] for _, r in train.read_rows(str(path))] == [chat, "q", long, "p"]
 
 
 def test_the_flags_of_the_template_reach_every_prompt(lab, tmp_path, monkeypatch):
@@ -3345,19 +2263,27 @@ def test_an_end_token_that_the_tokenizer_adds_is_no_prompt():
 
 
 def test_all_end_tokens_are_known(models):
-    """Those of the generation config, the model's own and the tokenizer's (2)."""
+    """Those of the generation config, the model's own and the tokenizer's, if they exist (2)."""
     model = transformers.AutoModelForCausalLM.from_pretrained(models["meddling"])
     tokenizer = tokenizer_with_bos()
     assert train.end_tokens(model, tokenizer) == [1, 7, 9]
-    tokenizer.eos_token = "<unk>"
-    assert train.end_tokens(model, tokenizer) == [1, 2, 7, 9]
-    model.config.eos_token_id = 8
+    tokenizer.eos_token, model.config.eos_token_id = "<unk>", 8
     assert train.end_tokens(model, tokenizer) == [1, 2, 7, 8, 9]
+    model.generation_config.eos_token_id = [-1, 99_999]
+    assert train.end_tokens(model, tokenizer) == [2, 8]
 
 
 def test_every_epoch_has_every_row_once_in_an_order_of_its_own():
-    """The order follows from the seed and the epoch."""
-    first, second, other = (train.epoch_order(50, *key) for key in ((0, 0), (0, 1), (1, 0)))
+    """The order follows from the seed and the epoch; the third step is in two epochs."""
+    rows = [train.Example([i], {}, "at") for i in range(50)]
+
+    def drawn(seed):
+        draw = functools.partial(
+            train.draw_prompts, rows, train.Config(seed=seed, prompts_per_step=20)
+        )
+        return [ids[0] for step in range(5) for _, ids, _ in draw(step)]
+
+    first, second, other = drawn(0)[:50], drawn(0)[50:], drawn(1)[:50]
     assert sorted(first) == sorted(second) == sorted(other) == list(range(50))
     assert first != second and first != other and first != list(range(50))
 
@@ -3409,10 +2335,28 @@ def tensors(checkpoint):
     return load_file(checkpoint / "model.safetensors")
 
 
+def moments(state):
+    """{what: tensor} of an optimizer's state_dict()."""
+    found = {f"{p}.{key}": x for p, of_one in state["state"].items() for key, x in of_one.items()}
+    return {name: x for name, x in found.items() if torch.is_tensor(x)}
+
+
 def assert_same_tensors(a, b):
     assert a.keys() == b.keys()
     for name in a:
         assert a[name].dtype == b[name].dtype and torch.equal(a[name], b[name]), name
+
+
+def assert_same_run(a, b, step):
+    """Two runs have one journal, and at the end the same weights, rounded or not, and state."""
+    assert journal(a, evaluations=True) == journal(b, evaluations=True)
+    a, b = (run / f"step-{step}" for run in (a, b))
+    assert_same_tensors(tensors(a), tensors(b))
+    a, b = train.load_state(a), train.load_state(b)
+    assert_same_tensors(a["weights"], b["weights"])
+    assert_same_tensors(moments(a["optimizer"]), moments(b["optimizer"]))
+    assert a["optimizer"]["update"] == b["optimizer"]["update"]
+    assert (a["mismatch"], a["advantage"]) == (b["mismatch"], b["advantage"])
 
 
 def test_run_directory_has_what_the_design_says(lab):
@@ -3435,10 +2379,10 @@ def test_run_directory_has_what_the_design_says(lab):
     for line in (run / "samples.jsonl").read_text().splitlines():
         assert set(json.loads(line)) == {"step", "prompt", "completion", "reward"}
     assert sorted(p.name for p in run.glob("step-*")) == ["step-0", "step-2", "step-4"]
-    before = transformers.AutoModelForCausalLM.from_pretrained(run / "step-0").state_dict()
-    after = transformers.AutoModelForCausalLM.from_pretrained(run / "step-4").state_dict()
-    moved = {name for name in after if not torch.equal(before[name], after[name])}
-    assert len(moved) == 14 and all(name.endswith("proj.weight") for name in moved)
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    before, after = (load(run / f"step-{n}").state_dict() for n in (0, 4))
+    changed = {name for name in after if not torch.equal(before[name], after[name])}
+    assert len(changed) == 14 and all(name.endswith("proj.weight") for name in changed)
     tokenizer = transformers.AutoTokenizer.from_pretrained(run / "step-4")
     assert tokenizer.encode("41725=") == [6, 3, 9, 4, 7, 12]
 
@@ -3457,89 +2401,68 @@ TRAIN += " --kl-budget 1e-2 --update-ratio 1e-3 --save-every 2"
 
 
 def whole_and_halves(lab, tmp_path, argv):
-    """trainer.pt of four steps at once and of 2 steps and 2 more, whose journals and exports are
-    equal to the bit; and the journal."""
+    """trainer.pt of four steps at once, and of 2 steps and 2 more, which are the same run; and the
+    journal."""
     whole, halves = tmp_path / "whole", tmp_path / "halves"
     assert main(lab, f"{argv} --steps 4 --out {whole}") == 0
     assert main(lab, f"{argv} --steps 2 --out {halves}") == 0
     assert main(lab, f"--resume {halves} --steps 4") == 0
-    assert journal(halves) == journal(whole)
-    assert_same_tensors(tensors(whole / "step-4"), tensors(halves / "step-4"))
+    assert_same_run(whole, halves, 4)
     return *(train.load_state(run / "step-4") for run in (whole, halves)), journal(whole)
 
 
 @pytest.mark.parametrize("name", ["qwen2", "llama"])
 def test_two_steps_and_two_more_are_four(lab, tmp_path, name):
-    """Resume is exact, with float32 masters where the model is stored in bfloat16 (42)."""
-    whole = tmp_path / "whole"
-    a, b, lines = whole_and_halves(lab, tmp_path, f"{TRAIN} --model {{lab}}/{name}")
-    assert all(line["alpha"] > 0 for line in lines)
-    assert_same_tensors(a["weights"], b["weights"])
-    assert torch.equal(a["optimizer"]["v"], b["optimizer"]["v"])
-    assert a["optimizer"]["update"] == b["optimizer"]["update"] == 4
-    for path, W in a["weights"].items():  # from the export alone it would go on from elsewhere
-        assert not torch.equal(W, tensors(whole / "step-4")[f"{path}.weight"].float())
-    assert bool(a["weights"]) == (name == "qwen2")
-
-
-def test_export_keeps_dtype_and_tied_weights(lab, tmp_path):
-    """A bfloat16 model stays one, as large as before, and its head stays its embedding."""
-    argv = f"{TRAIN} --model {{lab}}/qwen2 --steps 2 --out {tmp_path}/run"
-    assert main(lab, argv) == 0
-    before, after = tensors(lab / "qwen2"), tensors(tmp_path / "run" / "step-2")
-    assert before.keys() == after.keys() and "lm_head.weight" not in after
-    assert {W.dtype for W in after.values()} == {torch.bfloat16}
+    """Resume is exact; a tied bfloat16 model stays one, with float32 masters in trainer.pt (42)."""
+    state, _, lines = whole_and_halves(lab, tmp_path, f"{TRAIN} --model {{lab}}/{name}")
+    assert all(line["alpha"] > 0 for line in lines) and state["optimizer"]["update"] == 4
+    assert len(moments(state["optimizer"])) == 14
+    assert bool(state["weights"]) == (name == "qwen2")
+    before, after = tensors(lab / name), tensors(tmp_path / "whole" / "step-4")
+    assert before.keys() == after.keys()
+    assert {W.dtype for W in after.values()} == {W.dtype for W in before.values()}
     assert torch.equal(before["model.embed_tokens.weight"], after["model.embed_tokens.weight"])
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "step-2")
-    assert model.dtype == torch.bfloat16 and model.lm_head.weight is model.model.embed_tokens.weight
-    masters = train.load_state(tmp_path / "run" / "step-2")["weights"]
-    for path, W in masters.items():
-        assert W.dtype == torch.float32
-        assert torch.equal(W.to(torch.bfloat16), after[f"{path}.weight"])
+    for path, W in state["weights"].items():  # from the export alone it would go on from elsewhere
+        rounded = after[f"{path}.weight"]
+        assert W.dtype == torch.float32 and rounded.dtype == torch.bfloat16
+        assert torch.equal(W.bfloat16(), rounded) and not torch.equal(W, rounded.float())
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "whole" / "step-4")
+    tied = model.lm_head.weight is model.model.embed_tokens.weight
+    assert tied == ("lm_head.weight" not in after) == (name == "qwen2")
+    assert model.dtype == before["model.embed_tokens.weight"].dtype
 
 
 def test_a_run_of_one_seed_is_one_run(lab, tmp_path):
     """Same seed, same metrics and weights; another seed, another run (30)."""
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
-        argv = f"{TRAIN} --steps 2 --seed {seed} --out {tmp_path}/{name}"
-        assert main(lab, argv) == 0
-    a, b, c = (tmp_path / name for name in "abc")
-    assert journal(a) == journal(b) != journal(c)
-    assert_same_tensors(tensors(a / "step-2"), tensors(b / "step-2"))
+        assert main(lab, f"{TRAIN} --steps 2 --seed {seed} --out {tmp_path}/{name}") == 0
+    assert_same_run(tmp_path / "a", tmp_path / "b", 2)
+    assert journal(tmp_path / "a") != journal(tmp_path / "c")
 
 
-def test_resuming_before_the_first_save_repeats_nothing(lab, tmp_path):
-    """A run that stopped before its first checkpoint starts over: one evaluation a step."""
-    run = tmp_path / "run"
-    assert main(lab, f"{SMALL} --steps 2 --out {run}") == 0
-    whole = journal(run, evaluations=True)
-    shutil.rmtree(run / "step-2")
-    assert main(lab, f"--resume {run}") == 0
-    assert journal(run, evaluations=True) == whole
-
-
-def test_a_finished_run_resumes_to_nothing(lab, tmp_path):
-    """No line and no tensor changes, and the first checkpoint, once deleted, is not made again."""
-    run = tmp_path / "run"
-    shutil.copytree(lab / "done", run, ignore=shutil.ignore_patterns("step-0"))
-    before, checkpoint = journal(run, evaluations=True), snapshot(run / "step-4")
-    assert main(lab, f"--resume {run}") == 0
-    assert journal(run, evaluations=True) == before and snapshot(run / "step-4") == checkpoint
-    assert not (run / "step-0").exists()
-
-
-def test_a_half_written_checkpoint_is_not_resumed_from(lab, tmp_path):
-    """What a kill left under another name is not a checkpoint, nor is half a journal line one."""
+@pytest.mark.parametrize("left", ["everything", "step-0", "half"])
+def test_a_resumed_run_repeats_and_loses_nothing(lab, tmp_path, left):
+    """One that is finished, one that stopped before its first save, and what a kill left half
+    written: neither a checkpoint under another name nor half a line of the journal counts."""
     run = tmp_path / "run"
     shutil.copytree(lab / "done", run)
-    (run / "step-4").rename(run / ".step-4.partial")
-    (run / ".step-4.partial" / "trainer.pt").unlink()
-    with open(run / "metrics.jsonl", "a") as file:
-        file.write('{"step": 5, "rew')
+    if left == "everything":
+        shutil.rmtree(run / "step-0")  # is not made again
+    elif left == "step-0":
+        shutil.rmtree(run / "step-2")
+        shutil.rmtree(run / "step-4")
+    else:
+        (run / "step-4").rename(run / ".step-4.partial")
+        (run / ".step-4.partial" / "trainer.pt").unlink()
+        with open(run / "metrics.jsonl", "a") as file:
+            file.write('{"step": 5, "rew')
+    before = snapshot(run / "step-4") if left == "everything" else []
     assert main(lab, f"--resume {run}") == 0
-    assert journal(run, evaluations=True) == journal(lab / "done", evaluations=True)
-    assert_same_tensors(tensors(run / "step-4"), tensors(lab / "done" / "step-4"))
+    assert_same_run(run, lab / "done", 4)
+    assert (run / "samples.jsonl").read_text() == (lab / "done" / "samples.jsonl").read_text()
     assert not list(run.glob(".step-*"))
+    if left == "everything":
+        assert snapshot(run / "step-4") == before and not (run / "step-0").exists()
 
 
 def test_updates_per_batch_writes_a_line_an_update(lab, tmp_path):
@@ -3568,54 +2491,19 @@ def test_the_ablations_run(lab, tmp_path, argv):
     assert sum(not torch.equal(before[name], after[name]) for name in after) == 14
 
 
-def test_last_screen_pairs_the_same_prompt_before_and_after(lab, tmp_path, capsys):
-    """One held-out row: one line, from the first evaluation's answer to the last one's."""
-    argv = f"{SMALL} --eval-rows 1 --steps 4 --update-ratio 0.1 --out {tmp_path}/run"
-    assert main(lab, f"{argv} --no-kl-control") == 0
-    lines = (tmp_path / "run" / "samples.jsonl").read_text().splitlines()
-    first, last = (json.loads(lines[i])["completion"] for i in (0, -1))
-    shown = [x for x in capsys.readouterr().out.splitlines() if x.startswith("held-out prompt")]
-    assert len(lines) == 3 and len(shown) == 1
-    assert f"before {first!r}" in shown[0] and f"after {last!r}" in shown[0]
-
-
 # ------------------------------------------------------------------------------------------------
 # Rewards
 # ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("answer", ["3\\sqrt{2}", "(3, 4)", "3+2i", "5 or 7", "1 1/2", "- 18"])
-def test_an_answer_that_is_no_number_is_refused(answer):
-    """Read as strictly as a box, or completions would be paid for another number than meant."""
-    assert train.wanted_number({"answer": answer}) is None
-
-
-def test_a_sign_apart_from_its_marked_number_is_in_doubt():
-    for text in ("\\boxed{- 18}", "#### - 18", "\\boxed{-{18}}", "\\boxed{-(18)}"):
-        assert train.number_reward(text, {"answer": 18}) == 0
-    assert train.number_reward("\\boxed{-18}", {"answer": -18}) == 1
-
-
-def test_a_reward_cannot_change_its_row(tmp_path):
-    """What it writes there would be another answer in the next step."""
-    seen = []
-
-    def reward(completion, row):
-        seen.append(row["answer"])
-        row["answer"] = "changed"
-        return 1.0
-
-    sample = logra.Sample([1], [1], [0.0], True, row=train.Example([1], {"answer": "a"}, "here:1"))
-    for _ in range(2):
-        assert train.score(reward, tokenizer_with_bos(), 5.0, sample) == 1.0
-    assert seen == ["a", "a"]
-
-
-def test_reward_arguments_out_of_order_are_refused(tmp_path):
-    for arguments in ("row, completion", "prompt, completion"):
-        (tmp_path / "mine.py").write_text(f"def f({arguments}):\n    return 0.0\n")
-        with pytest.raises(train.UserError, match="completion, row"):
-            train.load_reward(f"{tmp_path}/mine.py:f")
+@pytest.mark.parametrize(
+    "answer, number",
+    [(18, 18), (1e22, 10**22), ("7 <<3+4=7>>\n#### 18", 18), ("so 5 \\boxed{7}", 7), ("5%", 5)]
+    + [(x, None) for x in ("3\\sqrt{2}", "(3, 4)", "3+2i", "5 or 7", "1 1/2", "- 18", 10**101)],
+)
+def test_the_number_of_an_answer(answer, number):
+    """What marks nothing is read as strictly as a box: completions would be paid for a part."""
+    assert train.wanted_number({"answer": answer}) == number
 
 
 def test_weights_that_the_files_lack_are_not_made_up(tmp_path):
@@ -3657,23 +2545,17 @@ def test_a_deep_bfloat16_model_is_known_and_a_head_that_scales_is_not(monkeypatc
         train.check_model(model, layers, ids)
 
 
-def test_end_tokens_outside_the_vocabulary_are_none():
-    model, tokenizer = tiny_llama(), tokenizer_with_bos()
-    model.generation_config.eos_token_id = [2, -1, 99_999]
-    assert train.end_tokens(model, tokenizer) == sorted({2, tokenizer.eos_token_id})
-
-
 def test_a_state_that_is_not_whole_is_refused(tmp_path):
     """One sentence that names the file and what it lacks, not a KeyError."""
     torch.save({"step": 1, "weights": {}}, tmp_path / "trainer.pt")
-    with pytest.raises(train.UserError, match="trainer.pt cannot be read: it has no baseline"):
+    with pytest.raises(train.UserError, match="trainer.pt cannot be read: it has no advantage"):
         train.load_state(tmp_path)
 
 
 def test_other_prompts_are_not_resumed_on(lab, tmp_path, capsys):
     """The same path with another row would be another run from the next step on."""
     shutil.copy(lab / "good.jsonl", tmp_path / "rows.jsonl")
-    argv = f"{DATA} --data {tmp_path}/rows.jsonl --steps 1 --save-every 1 --prompts-per-step 2"
+    argv = f"{DATA} --data {tmp_path}/rows.jsonl --steps 1 --rank 8 --prompts-per-step 2"
     assert main(lab, f"{argv} --group-size 2 --out {tmp_path}/run") == 0
     jsonl(tmp_path / "rows.jsonl", row("three"))
     before = snapshot(tmp_path / "run")
@@ -3697,7 +2579,7 @@ def test_an_evaluation_whose_reward_failed_is_made_up_for(lab, tmp_path):
     (tmp_path / "fails").touch()
     jsonl(tmp_path / "held.jsonl", row(answer="held out"))
     argv = f"{DATA} --eval-data {tmp_path}/held.jsonl --reward {tmp_path}/mine.py:f --steps 2"
-    argv = f"{argv} --prompts-per-step 2 --group-size 2 --save-every 1 --eval-every 2"
+    argv = f"{argv} --prompts-per-step 2 --group-size 2 --save-every 1 --eval-every 2 --rank 8"
     assert main(lab, f"{argv} --out {tmp_path}/run") == 2
     assert [r["step"] for r in journal(tmp_path / "run", evaluations=True)] == [0, 1, 2]
     (tmp_path / "fails").unlink()
@@ -3707,67 +2589,30 @@ def test_an_evaluation_whose_reward_failed_is_made_up_for(lab, tmp_path):
     assert [r["step"] for r in made] == [0, 2] and "greedy" in made[1]
 
 
-def test_reward_file_sees_the_completion_and_the_row(lab, tmp_path):
-    """function(completion, row): every key of the row is there, and its value is the reward."""
-    (tmp_path / "mine.py").write_text(
-        "def f(completion, row):\n"
-        "    assert isinstance(completion, str) and '</s>' not in completion\n"
-        "    return row['worth'] + row['answer']\n"
-    )
-    jsonl(tmp_path / "rows.jsonl", row(answer=2, worth=0.25))
-    argv = f"{DATA} --data {tmp_path}/rows.jsonl --reward {tmp_path}/mine.py:f --steps 1"
-    argv = f"{argv} --prompts-per-step 2 --group-size 2 --out {tmp_path}/run"
-    assert main(lab, argv) == 0
-    (line,) = journal(tmp_path / "run")
-    assert line["reward"] == 2.25 and line["dead_groups"] == 1 and line["alpha"] == 0
-
-
 # fmt: off
 NUMBERS = [  # what a text says, and the number it ends with
-    ("18", 18), ("The answer is 18.", 18), ("18.0", 18), ("18.00 dollars", 18), ("$18", 18),
-    ("18$", 18), (r"\$18", 18), ("$ 18", 18), ("€18,50", None), ("£1,234.50", "1234.5"),
-    ("USD 18", 18), ("18USD", 18), ("USD18", None), ("1,234", 1234), ("1,234,567", 1234567),
-    ("12,34", None), ("1,2345", None), ("1234,567", None), ("0,123", 123), ("1.234.567", None),
-    ("1 234", 234), ("1_000", None), ("1{,}234", 1234), (r"1\,234", 1234), (r"1,\!234", 1234),
-    ("-5", -5), ("+5", 5), ("−5", -5), ("–5", -5), ("- 5", 5), ("-$5", -5), ("$-5", -5),
-    (r"-\$1,000", -1000), ("x=-5", -5), ("10-5", 5), ("10 - 5", 5), ("10 -5", -5), ("pages 3-5", 5),
-    ("3–5", 5), ("x-5", 5), ("(7)-5", 5), ("--5", 5), ("covid-19", 19), ("50%", 50), (r"50\%", 50),
-    ("0.5%", "1/2"), ("40%-50%", 50), ("18km", 18), ("18 km/h", 18), ("18 cm^2", 18),
-    ("18 cm^{2}", 18), (r"18\text{ cm}^2", 18), ("18 m2", 18), ("18 cm²", 18), ("5 s^{-1}", 5),
-    ("18°", 18), (r"18^\circ", 18), (r"18^{\circ}", 18), ("the 5th", 5), ("3 million", 3),
-    ("x2", None), ("H2O", None), ("0.5", "1/2"), (".5", "1/2"), ("-.5", "-1/2"), ("5.", 5),
-    ("so...5", None), ("Rs.500", None), ("1.2.3", None), ("007", 7), ("3/4", "3/4"),
-    ("-3/4", "-3/4"), ("3/4.", "3/4"), ("1/0", None), ("1/2/3", None), ("1.5/2", "3/4"),
-    ("km/2", None), ("5/day", 5), (r"\frac{3}{4}", "3/4"), (r"\dfrac{3}{4}$", "3/4"),
-    (r"\frac34", "3/4"), (r"-\frac{3}{4}", "-3/4"), (r"\frac{-3}{4}", "-3/4"),
-    (r"3\frac{1}{2}", None), (r"\frac{1}{2}3", None), (r"\frac{1,000}{4}", 250), ("1e5", 100000),
-    ("1.5e-3", "3/2000"), ("2E3", 2000), ("1e999", "1e999"), ("1e9999", None), ("10^3", None),
-    ("10^{-3}", None), (r"2\times 10^3", None), (r"2 \times 3", None), ("2×3", None), ("2*3", None),
-    ("2 * 3", 3), ("9**9**9", None), ("3:30", None), ("12/10/2020", None), ("2020-10-12", 12),
-    ("A:5", 5), ("**5**", 5), ("**Answer: 5.**", 5), ("__5__", 5), ("`5`", 5), ("x_1", None),
-    ("1, 2, 3", 3), ("1,2,3", None), ("(1, 2)", 2), ("[7]", 7), ("5!", 5), ("", None),
-    ("none", None), ("NaN", None), ("inf", None), ("１８", None), ("½", None), ("2 + 3 = 5", 5),
-    ("5 = 2 + 3", 3), ("18\n\nDone", 18), ("First 1. Then 2.", 2), (r"\boxed{18}", 18),
-    (r"\boxed{18} of 20", 18), (r"so $\boxed{\$1,234.50}$.", "1234.5"),
-    (r"\boxed{\frac{3}{4}}", "3/4"), (r"\boxed{-3}", -3), (r"\boxed{18\text{ cm}^2}", 18),
-    (r"\boxed{\text{18 dollars}}", 18), (r"\boxed{x = 5}", 5), (r"\boxed{5\%}", 5),
-    (r"\boxed{\mathbf{5}}", 5), (r"\boxed{\left(5\right)}", 5), (r"\boxed{1} then \boxed{2}", 2),
-    (r"\boxed{\boxed{5}}", 5), (r"\boxed{}", None), (r"5 \boxed{none}", None),
-    (r"5 \boxed{18", None), (r"\boxed{1, 2}", None), (r"\boxed{2 + 3}", None),
-    (r"\boxed{3 1/2}", None), (r"\boxed{2\sqrt{3}}", None), (r"\boxed{\sqrt{3}}", None),
-    (r"\boxed{2\pi}", None), (r"\boxed{\pm 2}", None), (r"\boxed{5^x}", None),
-    (r"\boxed{x^2}", None), (r"\boxed 5", 5), ("#### 18", 18), ("####18", 18),
-    ("#### 18\nQuestion: 5 and 6?", 18), ("#### $1,234", 1234), ("#### -5", -5), ("#### **5**", 5),
-    ("#### 18 dollars", 18), ("#### 18 (of 20)", None), ("#### 18 #### 19", None),
-    ("#### 18\n#### 19", 19), ("18 ####", 18), ("#### Step 2\nso 18", 18),
-    ("#### 18\n\\boxed{19}", 19), ("\\boxed{19}\n#### 18", 18), ("7 <<3+4=7>>7\n#### 7", 7),
+    ("The answer is 18.", 18), ("First 1. Then 2.", 2), ("none", None), ("007", 7), ("1, 2, 3", 3),
+    ("1,234,567.5", "1234567.5"), ("12,34", None), ("1,2345", None), ("1234,567", None),
+    ("1.234.567", None), (".5", "1/2"), ("so...5", None), ("3/4.", "3/4"), ("1/0", None),
+    ("12/10/2020", None),
+    (r"-\frac{3}{4}", "-3/4"), (r"$\dfrac{-3}{4}$", "-3/4"), (r"3\frac{1}{2}", None),
+    (r"\frac{1}{2}3", 3), ("1.5e-3", "3/2000"), ("1e9999", None), ("10^3", None), ("2*3", None),
+    ("3:30", None), ("−5", -5), ("x=-5", -5), ("- 5", 5), ("10-5", 5), ("40%-50%", 50), ("--5", 5),
+    ("£1,234.50", "1234.5"), ("-$5", -5), (r"-\$5", -5), ("$-5", -5), (r"50\%", 50), ("18km/h", 18),
+    (r"18\text{ cm}^2", 18), ("18 cm^{2}", 18), ("18 m2", 18), ("x2", None), ("km/2", None),
+    ("**Answer: 5.**", 5), ("1{,}234", None), ("１８", None), ("答案是-18", -18), ("so 18\n\nDone", 18),
+    (r"so $\boxed{\$18}$ of 20.", 18), (r"\boxed{\text{18 cm}^2}", 18), (r"\boxed{x = 5}", 5),
+    (r"\boxed{1} then \boxed{-2}", -2), (r"\boxed{\boxed{5}}", 5), (r"5 \boxed{none}", None),
+    (r"\boxed{2 + 3}", None), (r"\boxed{\sqrt{3}}", None), (r"\boxed{5^x}", None),
+    (r"\boxed{- 18}", None), (r"\boxed{-(18)}", None), ("#### $1,234 each\n5 and 6", 1234),
+    ("#### - 18", None), ("#### 18 (of 20)", None), ("#### Step 2\nso 18", 18),
+    ("#### 18\n\\boxed{19}", 19), ("\\boxed{19}\n#### 18", 18),
 ]
 # fmt: on
 
 
 @pytest.mark.parametrize("text, number", NUMBERS, ids=range(len(NUMBERS)))
 def test_the_number_of_a_text(text, number):
-    """As train.last_number states the rule; so for the answer of a row and for a completion."""
     expected = None if number is None else Fraction(number)
     assert train.last_number(text) == expected
     right = {"prompt": "p", "answer": "7" if number is None else str(number)}
@@ -3793,33 +2638,111 @@ def test_hostile_text_is_answered_at_once(text):
     assert min(seconds) < 0.1
 
 
-def test_a_reward_gets_what_it_asks_for_by_name(lab, tmp_path):
-    """token_ids and finish_reason, each alone or both, are the sample's own."""
-    (tmp_path / "mine.py").write_text(
-        "from __future__ import annotations\n"
-        "from dataclasses import dataclass\n"
-        "@dataclass\n"
-        "class Seen:\n"
-        "    ids: list\n"
-        "def both(completion, row, *, token_ids, finish_reason):\n"
-        "    assert completion == 'a cat'\n"
-        "    return {'stop': 1, 'length': 2}[finish_reason] + 10 * len(Seen(token_ids).ids)\n"
-        "def one(completion, row, finish_reason='none', other=0.5):\n"
-        "    return {'stop': 1, 'length': 2}[finish_reason] + other\n"
-    )
+MINE = """
+from __future__ import annotations
+from dataclasses import dataclass
+seen = []
+@dataclass
+class Seen:
+    ids: list
+def both(completion, row, *, token_ids, finish_reason):
+    assert completion == "a cat"
+    seen.append(row["more"])
+    row["more"] = "changed"
+    return {"stop": 1, "length": 2}[finish_reason] + 10 * len(Seen(token_ids).ids)
+def one(completion, row, finish_reason="none", other=0.5):
+    return {"stop": 1, "length": 2}[finish_reason] + other
+def other(completion, row):
+    return len(seen)
+"""
+
+
+def sampled(ids=(), finished=True, **more):
+    """A sample of row 7 of a file."""
+    return logra.Sample([1], ids, [], finished, row=train.Example([1], row(**more), "rows.jsonl:7"))
+
+
+def test_a_reward_gets_what_it_asks_for_by_name(tmp_path):
+    """token_ids and finish_reason, each alone or both, are the sample's own, and the row is a copy.
+    Files may be called alike, and the functions of a file share what is global in it."""
     tokenizer = tokenizer_with_bos()
-    ids = tokenizer.encode("a cat")
+    ids, (first, second) = tokenizer.encode("a cat"), (tmp_path / "a", tmp_path / "b")
+    for directory in (first, second):
+        directory.mkdir()
+        (directory / "mine.py").write_text(MINE)
+    rewards = {name: train.load_reward(f"{first}/mine.py:{name}") for name in ("both", "one")}
     for finished in (True, False):
-        sample = logra.Sample([1], ids, [], finished, row=train.Example([1], row(), "at"))
+        sample = sampled(ids, finished, more="as it was")
         for name, more in (("both", 10 * len(ids)), ("one", 0.5)):
-            reward = train.load_reward(f"{tmp_path}/mine.py:{name}")
-            found = train.score(reward, tokenizer, 9, sample)
+            found = train.score(rewards[name], tokenizer, 9, sample)
             assert found == (1 if finished else 2) + more
+        assert sample.row.row["more"] == "as it was"
+    for directory, calls in ((first, 2), (second, 0)):
+        assert train.load_reward(f"{directory}/mine.py:other")("", {}) == calls
 
 
-def test_a_reward_that_takes_too_long_is_stopped():
+@pytest.mark.parametrize(
+    "source, words",
+    [
+        ("def f(a, S, state): 0", "TypeError"),
+        ("def f(S): 0", "TypeError"),
+        ("def f(S, state, *, speed): 0", "TypeError.*speed"),
+        ("def f(state, S): 0", r"called as f\(S, state\)"),
+        ("def f(gradient, S): 0", r"called as f\(S, state\)"),
+        ("f = 3", "f is not a function"),
+        ("def g(S, state): 0", "no attribute 'f'"),
+        ("def f(S, state:", "SyntaxError"),
+        ("import sys; sys.exit(0)", "SystemExit"),
+    ],
+)
+def test_a_function_that_cannot_be_called_is_refused(tmp_path, source, words):
+    """One sentence, with the flag and the function."""
+    (tmp_path / "mine.py").write_text(source + "\n")
+    with pytest.raises(train.UserError, match=f"^--rule .*/mine.py:f cannot be loaded: .*{words}"):
+        train.load_function("--rule", f"{tmp_path}/mine.py:f", {}, ("S", "state"), ("bias",))
+
+
+@pytest.mark.parametrize("name", ["f", "mine.py:f", "mine.txt:f"])
+def test_a_function_that_is_not_there_is_refused(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    Path("mine.txt").write_text("def f(S, state): 0\n")
+    with pytest.raises(train.UserError, match=f"--rule {name}: not a, b, and no file.py:function"):
+        train.load_function("--rule", name, {"a": len, "b": abs}, ("S", "state"))
+
+
+def test_math_verify_gets_the_answer_first_and_no_time_limit(monkeypatch):
+    """Its own limits would end ours; what takes too long earns nothing, and stops no run."""
+    asked = []
+
+    def parse(text, parsing_timeout):
+        assert parsing_timeout is None
+        return [text]
+
+    def verify(gold, found, timeout_seconds):
+        asked.append((gold, found, timeout_seconds))
+        time.sleep(9 * (found == [""]))
+        return gold == found
+
+    package = types.SimpleNamespace(parse=parse, verify=verify, __spec__="installed")
+    monkeypatch.setitem(sys.modules, "math_verify", package)
+    reward = train.load_reward("math_verify")
+    assert reward(r"\boxed{3\sqrt{2}}", row(answer=r"3\sqrt{2}")) == 1
+    assert reward("so 18", row(answer="so #### 18")) == 0
+    assert asked[0] == ([r"\boxed{3\sqrt{2}}"], [r"\boxed{3\sqrt{2}}"], None)
+    assert asked[1] == (["so #### 18"], ["so 18"], None)
+    start = time.monotonic()
+    assert train.score(reward, tokenizer_with_bos(), 0.1, sampled()) == 0
+    assert time.monotonic() - start < 3
+
+
+def test_math_verify_that_is_not_installed_is_one_sentence(monkeypatch):
+    monkeypatch.setitem(sys.modules, "math_verify", None)
+    with pytest.raises(train.UserError, match="--reward math_verify .*pip install math-verify"):
+        train.load_reward("math_verify")
+
+
+def test_a_reward_that_takes_too_long_or_exits_is_stopped():
     """Even one that catches every Exception; the next call has its time again."""
-    sample = logra.Sample([1], [], [], True, row=train.Example([1], row(), "rows.jsonl:7"))
     before = signal.getsignal(signal.SIGALRM)
 
     def endless(completion, row):
@@ -3831,12 +2754,14 @@ def test_a_reward_that_takes_too_long_is_stopped():
                 continue
         return 0.0
 
-    start = time.monotonic()
+    start, tokenizer = time.monotonic(), tokenizer_with_bos()
     for _ in range(2):
         with pytest.raises(train.UserError, match="--reward-seconds 0.1.*rows.jsonl:7"):
-            train.score(endless, tokenizer_with_bos(), 0.1, sample)
+            train.score(endless, tokenizer, 0.1, sampled())
     assert time.monotonic() - start < 3
-    assert train.score(lambda completion, row: 2, tokenizer_with_bos(), 60, sample) == 2
+    with pytest.raises(train.UserError, match="SystemExit.*rows.jsonl:7"):
+        train.score(lambda completion, row: sys.exit(0), tokenizer, 60, sampled())
+    assert train.score(lambda completion, row: 2, tokenizer, 60, sampled()) == 2
     assert signal.getitimer(signal.ITIMER_REAL)[0] == 0
     assert signal.getsignal(signal.SIGALRM) == before
 
@@ -3846,7 +2771,7 @@ def test_a_reward_that_takes_too_long_is_stopped():
 )
 def test_a_reward_that_fails_stops_the_run_and_names_the_row(lab, tmp_path, capsys, answer, words):
     """Exit code 2; the steps before it are saved and the run can go on."""
-    bad = train.epoch_order(3, 0, 0)[2]  # the row of step 3
+    bad = train.shuffled(3, "order", 0, 0)[2]  # the row of step 3
     rows = [row(p, answer if i == bad else "1") for i, p in enumerate(("a cat", "ten", "four"))]
     jsonl(tmp_path / "rows.jsonl", *rows)
     run = tmp_path / "run"
@@ -3854,10 +2779,9 @@ def test_a_reward_that_fails_stops_the_run_and_names_the_row(lab, tmp_path, caps
     argv += " --reward-seconds 0.2"
     assert main(lab, f"{argv} --out {run}") == 2
     out, err = capsys.readouterr()
-    sentences = [line for line in err.splitlines() if line.startswith("error:")]
-    assert len(sentences) == 1 and "Traceback" not in out + err
-    for word in (words, f"rows.jsonl:{bad + 1}", "step-2"):
-        assert word in sentences[0]
+    (sentence,) = errors(err)
+    assert "Traceback" not in out + err
+    assert all(word in sentence for word in (words, f"rows.jsonl:{bad + 1}", "step-2")), sentence
     assert [line["step"] for line in journal(run)] == [1, 2]
     assert [p.name for p in run.glob("step-*")] == ["step-2"]
     transformers.AutoModelForCausalLM.from_pretrained(run / "step-2")
@@ -3881,138 +2805,126 @@ def test_interval_is_wilsons(right, n):
         assert (right / n - p) ** 2 == pytest.approx(1.96**2 * p * (1 - p) / n, abs=1e-12)
 
 
-def test_interval_of_a_textbook():
-    """5 of 10: 0.2366 to 0.7634."""
-    assert train.wilson(0.5, 10) == pytest.approx([0.2366, 0.7634], abs=5e-5)
-
-
 class Dice:
     """A generator of answers [seed % 7], which notes what it was asked."""
 
     def __init__(self):
-        self.calls = []
+        self.asked = []
 
     def generate(self, prompts, seeds, max_new_tokens, temperature):
-        self.calls.append((prompts, seeds, temperature))
+        self.asked += [(seed, temperature) for seed in seeds]
         return [logra.Sample(p, [s % 7], [-1.0], True) for p, s in zip(prompts, seeds, strict=True)]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
-@pytest.mark.parametrize("rows, samples", [(7, 4), (2, 1), (1, 3)])
-def test_every_row_is_evaluated_once_on_any_number_of_ranks(monkeypatch, ranks, rows, samples):
-    """The table that the ranks add up: each row with its samples, none twice; the same draws, so
-    the same mean, pass@k and interval."""
+@pytest.mark.parametrize("rows, k", [(7, 4), (2, 1), (1, 3)])
+def test_every_row_is_evaluated_once_on_any_number_of_ranks(monkeypatch, ranks, rows, k):
+    """What the ranks add up: each row with its samples, none twice, drawn by row and sample; the
+    paper's penalty of -0.01 is a wrong answer."""
+    seeds = [[logra.stable_seed("eval", 0, i, j) for j in range(k)] for i in range(rows)]
+    right = torch.tensor(seeds) % 7 < 2
+    share, passed = right.double().mean().item(), right.any(1).double().mean().item()
     examples = [train.Example([i], {}, "at") for i in range(rows)]
-    config = train.Config(eval_samples=samples)
-    reward = lambda s: float(s.completion[0] < 2)
-    whole, _ = train.evaluate(Dice(), examples, reward, config, 0.7)
-    drawn = [logra.stable_seed("eval", 0, i, k) % 7 for i in range(rows) for k in range(samples)]
-    right = torch.tensor(drawn).view(rows, samples) < 2
-    mean, passed = right.double().mean().item(), right.any(1).double().mean().item()
-    assert whole == {
-        "rows": rows,
-        "samples_per_row": samples,
-        "mean_at_k": pytest.approx(mean),
-        "pass_at_k": pytest.approx(passed),
-        "interval": pytest.approx(train.wilson(mean, rows)),
-    }
-    tables, dice = [], Dice()
+    reward = lambda s: 1.0 if s.completion[0] < 2 else -0.01
+    dice, sums = Dice(), torch.zeros(3, dtype=torch.float64)
     monkeypatch.setattr(logra, "world", lambda: ranks)
-    monkeypatch.setattr(logra, "raise_together", lambda error: None)
-    monkeypatch.setattr(logra, "rank_sum", lambda table: tables.append(table) or sum(tables))
+    monkeypatch.setattr(logra, "together", contextlib.nullcontext)
+    monkeypatch.setattr(logra, "rank_sum", sums.add_)  # so that the last rank has the whole
     for rank in range(ranks):
         monkeypatch.setattr(logra, "my_rank", lambda rank=rank: rank)
-        if rank == ranks - 1:
-            assert train.evaluate(dice, examples, reward, config, 0.7)[0] == whole
-        else:
-            with contextlib.suppress(ZeroDivisionError):  # the rows of this one alone
-                train.evaluate(dice, examples, reward, config, 0.7)
-    seen = [s for call in dice.calls for s in call[1]]
-    assert len(seen) == len(set(seen)) == rows * samples and {c[2] for c in dice.calls} == {0.7}
+        found, samples = train.evaluate(dice, examples, reward, train.Config(eval_samples=k), 0.7)
+        assert all(s.reward == reward(s) for s in samples)
+    assert (found["rows"], found["samples_per_row"]) == (rows, k)
+    assert (found["mean_at_k"], found["pass_at_k"]) == pytest.approx((share, passed))
+    assert found["interval"] == pytest.approx(train.wilson(share, rows))
+    assert sorted(dice.asked) == sorted((seed, 0.7) for row in seeds for seed in row)
 
 
-def test_a_penalty_is_a_wrong_answer_and_rewards_above_one_have_no_interval():
-    """1 and the paper's -0.01 give the share that is right; fractions are as exact as float64."""
+@pytest.mark.parametrize("reward, interval", [(0.1, True), (1.0, True), (1.1, False)])
+def test_rewards_above_one_have_no_interval(reward, interval):
+    """And fractions are as exact as float64."""
     examples = [train.Example([i], {}, "at") for i in range(50)]
-    reward = lambda s: 1.0 if s.completion[0] < 2 else -0.01
-    found, samples = train.evaluate(Dice(), examples, reward, train.Config(), 0.7)
-    right = sum(s.completion[0] < 2 for s in samples) / 50
-    assert found["mean_at_k"] == found["pass_at_k"] == right and 0 < right < 1
-    assert found["interval"] == train.wilson(right, 50)
-    assert {s.reward for s in samples} == {1.0, -0.01}
-    double = lambda s: 2 * reward(s)
-    found, _ = train.evaluate(Dice(), examples, double, train.Config(), 0.7)
-    assert found["interval"] is None and found["mean_at_k"] == 2 * right
-    fractions = lambda s: 0.1
-    assert train.evaluate(Dice(), examples, fractions, train.Config(), 0.7)[0]["mean_at_k"] == 0.1
-
-
-def evaluated(capsys):
-    """What --eval-only printed last, and the line before it."""
-    *_, line, answer = capsys.readouterr().out.splitlines()
-    return json.loads(answer), line
+    found, _ = train.evaluate(Dice(), examples, lambda s: reward, train.Config(), 0.7)
+    assert found["mean_at_k"] == pytest.approx(reward, rel=1e-14)
+    assert found["interval"] == (pytest.approx(train.wilson(reward, 50)) if interval else None)
 
 
 def test_eval_only_answers_and_writes_nothing(lab, tmp_path, monkeypatch, capsys):
     """Of a run, of one of its checkpoints (what that run measured there), and of a model."""
     monkeypatch.chdir(tmp_path)
     before = snapshot(lab)
-    for where, step in (("done", 4), ("done/step-2", 2), ("done/step-0", 0)):
-        assert main(lab, f"--eval-only --resume {{lab}}/{where}") == 0
-        found, line = evaluated(capsys)
-        measured = next(
-            r for r in journal(lab / "done", True) if r["step"] == step and "eval_rows" in r
-        )
-        assert found["mean_at_k"] == measured["eval_accuracy"] and found["rows"] == 6
-        assert found["interval"] is None and line.startswith(f"step {step} | held-out accuracy")
-    argv = f"--eval-only {MODEL} --eval-data {{lab}}/good.jsonl --eval-samples 4 --reward exact"
-    assert main(lab, argv) == 0
-    found, line = evaluated(capsys)
+
+    def answer(argv):
+        assert main(lab, f"--eval-only {argv}") == 0
+        *_, line, found = capsys.readouterr().out.splitlines()
+        return json.loads(found), line
+
+    measured = [r for r in journal(lab / "done", evaluations=True) if "eval_rows" in r]
+    for where, record in zip(("step-0", "step-2", "."), measured, strict=True):
+        found, line = answer(f"--resume {{lab}}/done/{where}")
+        assert found["mean_at_k"] == record["eval_accuracy"] and found["rows"] == 6
+        assert line.startswith(f"step {record['step']} | held-out accuracy")
+    argv = f"{MODEL} --eval-data {{lab}}/good.jsonl --eval-samples 4 --reward exact"
+    found, line = answer(argv)
     assert list(found) == ["rows", "samples_per_row", "mean_at_k", "pass_at_k", "interval"]
     assert (found["rows"], found["samples_per_row"]) == (3, 4) and "pass@4" in line
-    low, high = found["interval"]
-    assert f"{found['mean_at_k']:.3f} [{low:.3f}, {high:.3f}]" in line
-    assert snapshot(lab) == before and not list(tmp_path.iterdir())
-    assert main(lab, f"{argv} --out {tmp_path}/out") == 0
-    found, _ = evaluated(capsys)
+    assert not list(tmp_path.iterdir())
+    assert answer(f"{argv} --out {tmp_path}/out") == (found, line) and snapshot(lab) == before
     [record] = journal(tmp_path / "out", evaluations=True)
-    assert record["eval_accuracy"] == found["mean_at_k"] and record["eval_rows"] == 3
-    assert record["eval_pass_at_k"] == found["pass_at_k"] and record["eval_samples"] == 4
-    assert (tmp_path / "out" / "samples.jsonl").exists() and snapshot(lab) == before
+    names = ("eval_rows", "eval_samples", "eval_accuracy", "eval_pass_at_k", "eval_interval")
+    assert [record[name] for name in names] == list(found.values())
+    assert (tmp_path / "out" / "samples.jsonl").exists()
 
 
 def test_eval_only_sees_the_weights_that_rounding_would_lose(lab, tmp_path, monkeypatch):
     """A checkpoint in bfloat16 is evaluated with the float32 weights of trainer.pt."""
     assert main(lab, f"{TRAIN} --model {{lab}}/qwen2 --steps 2 --out {tmp_path}/run") == 0
-    masters, seen = train.load_state(tmp_path / "run" / "step-2")["weights"], []
-
+    masters, seen = train.load_state(tmp_path / "run" / "step-2")["weights"], {}
     generate = logra.HFGenerator.generate
 
     def noted(self, *args):
-        seen.append({path: self.model.get_submodule(path).weight.clone() for path in masters})
+        seen.update({path: self.model.get_submodule(path).weight.clone() for path in masters})
         return generate(self, *args)
 
     monkeypatch.setattr(logra.HFGenerator, "generate", noted)
-    argv = f"--eval-only --resume {tmp_path}/run --eval-data {{lab}}/good.jsonl"
-    assert main(lab, argv) == 0
-    assert masters and all(torch.equal(seen[-1][path], masters[path]) for path in masters)
+    assert main(lab, f"--eval-only --resume {tmp_path}/run --eval-data {{lab}}/good.jsonl") == 0
+    assert_same_tensors(seen, masters)
 
 
 def test_accuracies_have_their_interval_on_screen_and_in_the_journal(lab, tmp_path, capsys):
-    """Before, between and after, sampled and greedy."""
-    argv = f"{SMALL} --reward exact --eval-samples 2 --steps 2 --out {tmp_path}/run"
+    """Before and after: sampled, pass@k and greedy."""
+    (tmp_path / "mine.py").write_text("def f(text, row):\n    return text.count('=') / 9\n")
+    argv = f"{SMALL} --reward {tmp_path}/mine.py:f --eval-samples 2 --steps 2 --out {tmp_path}/run"
     assert main(lab, argv) == 0
     out = capsys.readouterr().out
     records = [r for r in journal(tmp_path / "run", evaluations=True) if "eval_rows" in r]
     assert [r["step"] for r in records] == [0, 2]
     for r in records:
-        p, (low, high) = r["eval_accuracy"], r["eval_interval"]
-        assert [low, high] == pytest.approx(train.wilson(p, 6)) and r["eval_pass_at_k"] >= p
-        assert (
-            f"step {r['step']} | held-out accuracy {p:.3f} [{low:.3f}, {high:.3f}] | pass@2" in out
-        )
-        g, (low, high) = r["greedy"], r["greedy_interval"]
-        assert f"greedy {g:.3f} [{low:.3f}, {high:.3f}]" in out
+        shares = [r[name] for name in ("eval_accuracy", "eval_pass_at_k", "greedy")]
+        assert len({*shares}) == 3
+        intervals = [train.wilson(share, 6) for share in shares]
+        assert [r["eval_interval"], r["greedy_interval"]] == intervals[::2]
+        texts = (f"{p:.3f} [{low:.3f}, {high:.3f}]" for p, (low, high) in zip(shares, intervals))
+        line = "step {} | held-out accuracy {} | pass@2 {} | greedy {}".format(r["step"], *texts)
+        assert line in out
+
+
+def test_last_screen_pairs_the_same_prompt_before_and_after(tmp_path, capsys):
+    """The first evaluation's answers and the last one's, and both accuracies."""
+    run = Path(made_run(tmp_path / "run", scores=(0.2, 0.9, 0.8)))
+    answers = [(step, prompt, f"{prompt}{step}") for step in (0, 1, 2) for prompt in "pq"]
+    keys = ("step", "prompt", "completion")
+    jsonl(run / "samples.jsonl", *(dict(zip(keys, answer, strict=True)) for answer in answers))
+    (run / "step-2").mkdir()
+    train.report(run, {"start": 1.0, "train": 2.5})
+    lines = capsys.readouterr().out.splitlines()
+    assert "held-out accuracy 0.200 -> 0.800 [0.700, 0.900]" in lines
+    assert lines[-4:-1] == [
+        "held-out prompt 'p': before 'p0', after 'p2'",
+        "held-out prompt 'q': before 'q0', after 'q2'",
+        "seconds: start 1.0, train 2.5",
+    ]
+    assert "greedy            0.250 -> 0.750" in lines and lines[-1] == f"saved in {run}/step-2"
 
 
 @pytest.mark.parametrize(
@@ -4023,8 +2935,8 @@ def test_the_objectives_run_and_resume(lab, tmp_path, argv):
     """2 steps and 2 more are 4, to the bit: the running mean is in the checkpoint."""
     *states, lines = whole_and_halves(lab, tmp_path, f"{TRAIN} --max-new-tokens 40 {argv}")
     assert any(line["alpha"] > 0 for line in lines)
-    a, b = (state["baseline"] for state in states)
-    assert a == b and (a is not None) == ("running_mean" in argv)
+    a, b = (state["advantage"] for state in states)
+    assert a == b and ("baseline" in a) == ("running_mean" in argv)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -4045,21 +2957,21 @@ BUDGET = "--kl-budget {0} --kl-budget-final {0}"
 )
 def test_the_engine_ends_a_run_with_the_trainers_weights(lab, tmp_path, monkeypatch, flags):
     """A whole run with vLLM: at its end the engine has the weights of the last checkpoint."""
-    started, backs = [], []
+    started, updates = [], []
 
     class Watched(logra.VLLMGenerator):
         def __init__(self, *args):
             super().__init__(*args)
             started.append(self)
 
-        def update(self, factors, update, back):
-            backs.append(back)
-            return super().update(factors, update, back)
+        def sync(self, factors, update):
+            updates.append(update)
+            super().sync(factors, update)
 
     monkeypatch.setattr(logra, "VLLMGenerator", Watched)
     argv = f"{SMALL} --engine vllm --steps 4 --kv-gib 0.05 {flags}"
     assert main(lab, f"{argv} --out {tmp_path}/run") == 0
-    engine = started[0].read()
+    engine = started[0].call("sync_read")
     first, last = (tensors(tmp_path / "run" / f"step-{n}") for n in (0, 4))
     dtype = torch.bfloat16 if "bfloat16" in flags else torch.float32
     assert len(engine) == 14 and len(started) == 1
@@ -4068,9 +2980,10 @@ def test_the_engine_ends_a_run_with_the_trainers_weights(lab, tmp_path, monkeypa
         assert not torch.equal(W, first[f"{path}.weight"].to(dtype))
     factors = not any(flag in flags for flag in ("full", "adamw", "lora"))
     sent = sum(2 * 16 * len(W) if factors else 4 * W.numel() for W in engine.values())
-    assert [line["sync_bytes"] for line in journal(tmp_path / "run")] == [sent] * 4
+    times = 1 + ("verify" in flags)  # what is taken back is a second factor of each update
+    assert updates == sorted([*range(4)] * times if factors else [])
+    assert [line["sync_bytes"] for line in journal(tmp_path / "run")] == [sent * times] * 4
     assert all(line["kl_realised"] > 0 for line in journal(tmp_path / "run"))
-    assert any(backs) == ("verify" in flags)
 
 
 @pytest.mark.slow
@@ -4092,7 +3005,7 @@ def test_a_run_resumes_without_the_model_it_started_from(lab, tmp_path):
     assert main(lab, f"{argv} --steps 2 --out {tmp_path}/run") == 0
     shutil.rmtree(tmp_path / "model")
     assert main(lab, f"--resume {tmp_path}/run --steps 4") == 0
-    assert journal(tmp_path / "run") == journal(tmp_path / "whole")
+    assert_same_run(tmp_path / "run", tmp_path / "whole", 4)
 
 
 def launch(*argv):
@@ -4117,40 +3030,31 @@ def wait_for_step(run, step, process):
 
 
 @pytest.mark.slow
-def test_a_killed_run_resumes_to_the_same_bits(tmp_path):
+def test_a_killed_run_resumes_to_the_same_bits(lab, tmp_path):
     """SIGKILL, resume, Ctrl-C, resume: metrics and weights are those of an undisturbed run (42)."""
-    settings = ("--steps", 24, "--save-every", 2, "--eval-rows", 4, "--eval-every", 5)
-    settings += ("--prompts-per-step", 8, "--kv-gib", 0.05)
+    argv = f"{TRAIN} --engine vllm --kv-gib 0.05 --eval-data {{lab}}/good.jsonl --eval-every 5"
+    argv = f"{argv} --steps 40".format(lab=lab).split()
     whole, run = tmp_path / "whole", tmp_path / "run"
-    undisturbed = launch("--out", whole, *settings)
-    _, err = undisturbed.communicate(timeout=300)
-    assert undisturbed.returncode == 0, err
+    assert train.main([*argv, "--out", str(whole)]) == 0
 
-    killed = launch("--out", run, *settings)
+    killed = launch(*argv, "--out", run)
     wait_for_step(run, 3, killed)
     killed.kill()
     killed.communicate()
-    assert not (run / "step-24").exists()
+    assert not (run / "step-40").exists()
 
     interrupted = launch("--resume", run)
     wait_for_step(run, 12, interrupted)
     interrupted.send_signal(signal.SIGINT)
     _, err = interrupted.communicate(timeout=300)
-    assert interrupted.returncode == 130
-    last = [line for line in err.splitlines() if line.strip()][-1]
+    assert interrupted.returncode == 130 and not (run / "step-40").exists()
     assert "Traceback" not in err and err.count("interrupted") == 1
+    last = [line for line in err.splitlines() if line.strip()][-1]
     assert last.startswith("interrupted") and f"--resume {run}" in last
-    assert not (run / "step-24").exists()
 
-    resumed = launch("--resume", run)
-    _, err = resumed.communicate(timeout=300)
-    assert resumed.returncode == 0, err
-    assert journal(run, evaluations=True) == journal(whole, evaluations=True)
+    assert train.main(["--resume", str(run)]) == 0
+    assert_same_run(run, whole, 40)
     assert (run / "samples.jsonl").read_text() == (whole / "samples.jsonl").read_text()
-    assert_same_tensors(tensors(run / "step-24"), tensors(whole / "step-24"))
-    states = [train.load_state(path / "step-24") for path in (run, whole)]
-    assert torch.equal(states[0]["optimizer"]["v"], states[1]["optimizer"]["v"])
-    assert states[0]["mismatch"] == states[1]["mismatch"]
 
 
 @pytest.mark.parametrize(
@@ -4184,7 +3088,7 @@ def test_full_memory_and_lost_ranks_are_one_sentence(
 
 
 # ------------------------------------------------------------------------------------------------
-# The README: its scripts run, its flags and links exist
+# The README: its scripts run, its flags and functions exist
 # ------------------------------------------------------------------------------------------------
 
 
@@ -4196,36 +3100,111 @@ def script(name):
     blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     (text,) = (block for block in blocks if block.startswith(f"# {name}"))
     Path(name).write_text(text)
-    return runpy.run_path(name)
+    return types.SimpleNamespace(**runpy.run_path(name))
 
 
-def test_flags_and_links_of_the_readme_exist():
-    """A flag that was renamed, a function that has moved: the README would lead astray."""
+def test_flags_and_functions_of_the_readme_exist():
+    """What was renamed or has moved would lead astray."""
     ours = {train.dashed(f.name) for f in train.dataclasses.fields(train.Config)}
     ours |= {"--no" + name.removeprefix("-") for name in ours} | {"--help"}
     others = {"--nproc-per-node", "--extra-index-url"}
     found = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", README))
-    assert len(found) > 50 and found <= ours | others, found - ours - others
-    links = re.findall(r"\[`([\w.]+)`\]\((\w+)\.py\)", README)
-    assert len(links) >= 8
-    for name, module in links:
-        assert operator.attrgetter(name)({"logra": logra, "train": train}[module]), name
+    assert len(found) > 30 and found <= ours | others, found - ours - others
+    files = re.findall(r"\]\(([^#:)]+)\)", README)
+    assert files and all((HERE / file).exists() for file in files), files
+    loop = README.split("```python\n")[1].split("```")[0]
+    code = "\n".join(line.split("#")[0] for line in loop.splitlines())
+    places = {"optimizer": logra.LoGRA, "control": logra.KLControl}
+    places |= {"generator": logra.VLLMGenerator, "": logra}
+    called = re.findall(r"(?:(\w+)\.)?(\w+)\(", code)
+    called = [(owner, name) for owner, name in called if name not in ("range", "draw")]
+    assert len(called) == 8
+    for owner, name in called:
+        assert hasattr(places[owner], name), (owner, name)
 
 
-def test_scripts_of_the_readme_make_a_second_task(small_task, tmp_path, monkeypatch):
-    """task.py writes a model and rows, places.py judges them, and a run takes both."""
+def test_functions_of_the_readme_are_what_they_say(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["task.py", "32", "5"])
-    script("task.py")
-    share = script("places.py")["share"]
-    rows = [json.loads(line) for line in Path("tiny-32-5/turn-test.jsonl").read_text().splitlines()]
-    assert {len(row["answer"]) for row in rows} == {5} and len(rows) == 2000
-    assert all(row["prompt"] == row["answer"][::-1] + "=" for row in rows)
-    judged = [share(text, {"answer": "12345"}) for text in ("12345", "12543", "1234", "")]
-    assert judged == [1.0, 0.6, 0.0, 0.0]
-    flags = "--model tiny-32-5 --data tiny-32-5/turn-train.jsonl --reward places.py:share"
-    flags = f"{train.BUILT_IN} {flags} --engine hf --steps 1 --out r"
-    assert train.main(flags.split()) == 0 and Path("r/step-1").exists()
+    score, mine = script("my.py").score, script("mine.py")
+    assert [score(text, {"answer": "6 * 3 #### 18"}) for text in ("it is 18", "17")] == [1.0, 0.0]
+    rewards = torch.tensor([[1.0, 0, 0, 1], [3, 0, 0, 0]], dtype=torch.float64)
+    others = (rewards.sum(1, keepdim=True) - rewards) / 3
+    assert apart(mine.rloo(rewards), rewards - others) < 1e-12
+    S, state = torch.randn(5, 3), {}
+    assert apart(mine.row_adagrad(S, state), S / S.square().mean(1).sqrt()[:, None]) < 1e-6
+    D = mine.row_adagrad(2 * S, state)
+    assert apart(D, 2 * S / (5 * S.square().mean(1)).sqrt()[:, None]) < 1e-6
+    old = [torch.zeros(2), torch.zeros(3)]
+    far = [torch.tensor([0.1, 0.3]), torch.tensor([2.0, 0.0, 0.0])]
+    advantages = torch.tensor([1.0, -2.0])
+    gspo = -2 * (1 + 4e-4) + 2 * 3 * math.exp(2 / 3)
+    assert mine.gspo(far, old, old, advantages).item() == pytest.approx(gspo)
+    cispo = -(0.1 * math.exp(0.1) + 0.3 * math.exp(0.3)) + 2 * 2 * 5
+    assert mine.cispo(far, old, old, advantages).item() == pytest.approx(cispo)
+
+
+@pytest.mark.parametrize("objective", ["gspo", "cispo"])
+def test_functions_of_the_readme_train_and_resume(lab, tmp_path, monkeypatch, objective):
+    """Weights move, and what the rule keeps is in the checkpoint."""
+    monkeypatch.chdir(tmp_path)
+    script("mine.py")
+    argv = f"{TRAIN} --rule mine.py:row_adagrad --objective mine.py:{objective}"
+    argv += " --advantage mine.py:rloo --updates-per-batch 2"
+    state, _, lines = whole_and_halves(lab, tmp_path, argv)
+    assert len(lines) > 4 and any(line["alpha"] > 0 for line in lines)
+    assert len(moments(state["optimizer"])) == 14
+
+
+# A flag, the body of a function f of one's own, and words of the sentence that answers it
+BAD_FUNCTIONS = """
+--rule (S, state) return S[:, :1] -> shape [64, 1] [64, 8]
+--rule (S, state) return None -> None
+--rule (S, state) return S / 0 -> finite
+--rule (S, state) state["v"] + S -> KeyError
+--rule (S) return S -> argument
+--objective (logps, old_logps, engine_logps, advantages) return 0.5 -> 0.5 tensor
+--objective (logps, old_logps, engine_logps, advantages) return logps[0] -> shape []
+--objective (logps, old_logps, engine_logps, advantages) return advantages.sum() -> logps
+--objective (logps, old_logps, engine_logps, advantages) return logps[0].sum() / 0 -> finite
+--objective (old_logps, logps, engine_logps, advantages) return 1 -> called
+--advantage (rewards) return rewards.mean(1) -> shape [2, 4]
+--advantage (rewards, state) return rewards * float("nan") -> finite
+--advantage (rewards) raise ValueError("no luck") -> luck
+--advantage () return 1 -> argument
+"""
+
+
+@pytest.mark.parametrize("case", BAD_FUNCTIONS.strip().split("\n"))
+def test_a_bad_function_is_answered_by_one_sentence(case, lab, tmp_path, capsys):
+    """With its flag and its name; no checkpoint is made of half a step."""
+    definition, words = case.split(" -> ")
+    flag, _, definition = definition.partition(" ")
+    head, _, body = definition.partition(") ")
+    (tmp_path / "mine.py").write_text(f"def f{head}):\n    {body}\n")
+    argv = f"{TRAIN} --steps 2 --out {tmp_path}/run {flag} {tmp_path}/mine.py:f"
+    assert main(lab, argv) == 2
+    out, err = capsys.readouterr()
+    assert "Traceback" not in out + err
+    (sentence,) = errors(err)
+    assert all(word in sentence for word in (flag, "mine.py:f", *words.split())), sentence
+    assert not [*tmp_path.glob("run/step-*")]
+
+
+def test_a_reward_that_fails_before_the_first_step_leaves_nothing(lab, tmp_path, capsys):
+    """The same command may be given again."""
+    (tmp_path / "mine.py").write_text("def f(completion, row):\n    return 1 / 0\n")
+    argv = f"{TRAIN} --eval-data {{lab}}/good.jsonl --out {tmp_path}/run --steps 1"
+    assert main(lab, f"{argv} --reward {tmp_path}/mine.py:f") == 2
+    assert "good.jsonl" in errors(capsys.readouterr().err)[0]
+    assert not (tmp_path / "run").exists()
+    assert main(lab, argv) == 0
+
+
+def test_flags_that_a_control_does_not_use_are_named(capsys):
+    train.parse(["--optimizer", "adamw", "--rank", "8", "--no-kl-control", "--lr", "1e-4"])
+    assert "--optimizer adamw does not use --rank, --kl-control" in capsys.readouterr().err
+    train.parse(["--optimizer", "lora", "--rank", "8"])
+    assert "not use" not in capsys.readouterr().err
 
 
 # ------------------------------------------------------------------------------------------------
@@ -4233,152 +3212,118 @@ def test_scripts_of_the_readme_make_a_second_task(small_task, tmp_path, monkeypa
 # ------------------------------------------------------------------------------------------------
 
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-ONE_LAYER = (1, 1536, 8960, 12, 2, 1000)  # of a 1.5 B model: 46.8 M weights are trained
-MODEL_370M = (24, 1024, 3584, 16, 4, 32_000)
-BENCHMARKED = [("adamw_foreach", None), ("adamw_fused", None)]  # and the rank of the others
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DTYPE = "bfloat16" if DEVICE.type == "cuda" else "float32"  # of matrix products
 RANKED = ("row_adam", "sketch_muon", "lora", "lora_merged")
-BENCHMARKED += [(method, r) for method in RANKED for r in (64, 256)]
+BENCHMARKED = [("adamw_foreach", None), ("adamw_fused", None)]  # and the r of the others
+BENCHMARKED += itertools.product(RANKED, (64, 256))
 
 
-def qwen2_of_size(layers, hidden, inner, heads, kv_heads, vocabulary):
-    """A float32 Qwen2 of the given shape with random weights."""
-    torch.manual_seed(0)
-    config = transformers.Qwen2Config(
-        num_hidden_layers=layers,
-        hidden_size=hidden,
-        intermediate_size=inner,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        vocab_size=vocabulary,
-        tie_word_embeddings=True,
-    )
-    return transformers.Qwen2ForCausalLM(config).eval().to(DEVICE)
+def qwen2_shape(layers, hidden, inner, heads, kv_heads, vocabulary, tied=True, **kw):
+    names = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads")
+    names += ("num_key_value_heads", "vocab_size", "tie_word_embeddings")
+    numbers = (layers, hidden, inner, heads, kv_heads, vocabulary, tied)
+    return dict(zip(names, numbers, strict=True), max_position_embeddings=8192, **kw)
 
 
-def training_step(model, method, rank):
-    """step(ids): forward, backward, propose, step, by a rule on sketches, LoRA or AdamW on the same
-    weights; float32 on a CPU, bfloat16 compute on a GPU.
+SHAPES = {
+    "tiny": qwen2_shape(1, 256, 512, 4, 2, 64),
+    "layer": qwen2_shape(1, 1536, 8960, 12, 2, 1000),  # of the 1.5B: 46.8 M weights are trained
+    "370M": qwen2_shape(24, 1024, 3584, 16, 4, 32_000),
+    "1.5B": qwen2_shape(28, 1536, 8960, 12, 2, 151936),
+    "7B": qwen2_shape(28, 3584, 18944, 28, 4, 152064, tied=False),
+    "short": qwen2_shape(6, 3584, 18944, 28, 4, 152064, tied=False),  # 7B, simulated in seconds
+    "27B": qwen2_shape(64, 5120, 17408, 80, 8, 248320, tied=False, head_dim=128),
+}
+
+
+def qwen2_of_shape(name):
+    return tiny_qwen2(**SHAPES[name]).to(DEVICE)
+
+
+def elsewhere(*calls):
+    """What calls of functions of this file return, each in a process of its own, two at a time."""
+    env = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}  # freed memory is given back at once
+
+    def run(call):
+        code = f"import json, test_logra as t; print(json.dumps(t.{call}))"
+        argv, pipe = [sys.executable, "-c", code], subprocess.PIPE
+        done = subprocess.run(argv, cwd=HERE, env=env, stdout=pipe, check=True, timeout=900)
+        return json.loads(done.stdout.splitlines()[-1])
+
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(run, calls))
+
+
+def training_step(model, method, r, tokens):
+    """A function: one update by a rule on sketches, by LoRA or by AdamW on the same weights.
 
     lora is the textbook's; lora_merged also puts B A into W, as train.LoRA does for the engine."""
-    layers = logra.find_targets(model)
-    if rank and "lora" not in method:
-        optimizer = logra.LoGRA(logra.attach_sketches(model, rank), rule=method)
+    layers, samples = logra.find_targets(model), answers([tokens - 1], prompt=(1, 1))
+    logra.freeze_all_but(model, layers)
+    if method in ("row_adam", "sketch_muon"):
+        optimizer = logra.LoGRA(logra.attach_sketches(model, r), rule=logra.RULES[method])
+    elif r:
+        optimizer = train.LoRA(layers, r)
     else:
-        logra.freeze_all_but(model, layers)
-        weights, kind = [module.weight for module in layers.values()], method.removeprefix("adamw_")
-        optimizer = (
-            train.LoRA(layers, rank)
-            if rank
-            else torch.optim.AdamW(weights, 1e-6, weight_decay=0, **{kind: True})
-        )
+        kind, trained = method.removeprefix("adamw_"), [m.weight for m in layers.values()]
+        optimizer = torch.optim.AdamW(trained, 1e-6, weight_decay=0, **{kind: True})
 
-    def step(ids):
-        with logra.compute_dtype(ids.device, "bfloat16" if ids.is_cuda else "float32"):
-            hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
-            head = model.get_output_embeddings()
-            logp = logra.token_logprobs(hidden[0, :-1], head, ids[0, 1:], 1.0)
-        logp.sum().backward()
-        if rank:
-            optimizer.propose(len(logp))
+    def step():
+        config = settings(micro_batch=1, dtype=DTYPE)
+        logra.backward(model, samples, logra.grpo_objective, config, first=True)
+        if r:
+            optimizer.propose(tokens - 1)
         if method == "lora":
             train.DenseAdamW.step(optimizer)
         else:
             optimizer.step()
-        optimizer.zero_grad()
+        if "adamw" in method:
+            optimizer.zero_grad()
 
     return step
 
 
-def peak_above_model(method, rank, tokens, shape):
-    """MB that one step takes above the model (resident, or CUDA's); runs in its own process."""
-    model = qwen2_of_size(*shape)
-    ids = torch.randint(0, shape[-1], (1, tokens), device=DEVICE)
+def peak_above_model(method, r, tokens, shape):
+    """GiB that one step takes above the model: resident memory, or CUDA's."""
+    model = qwen2_of_shape(shape)
     train.peak_gib()
     before = train.peak_gib()
-    training_step(model, method, rank)(ids)
-    return (train.peak_gib() - before) * 2**30 / 1e6
+    training_step(model, method, r, tokens)()
+    return train.peak_gib() - before
 
 
-def peaks_above_model(cases):
-    """{case: MB} of peak_above_model(*case), each in a process of its own, two at a time."""
-
-    def peak(case):
-        code = f"import test_logra as t; print(t.peak_above_model(*{case!r}))"
-        run = subprocess.run(
-            [sys.executable, "-c", code], cwd=HERE, stdout=subprocess.PIPE, text=True, check=True
-        )
-        return float(run.stdout.split()[-1])
-
-    with ThreadPoolExecutor(2) as pool:
-        return dict(zip(cases, pool.map(peak, cases), strict=True))
-
-
-def seconds_of(act):
-    """Seconds that act() takes, on a GPU until its work is done."""
-    wait = torch.cuda.synchronize if torch.cuda.is_available() else int
-    wait()
-    start = time.perf_counter()
-    act()
-    wait()
-    return time.perf_counter() - start
-
-
-def interleaved(acts, rounds=12):
-    """{name: median seconds}, the first two left out; in turn, so that what else the machine does
-    falls on all alike."""
-    seconds = {name: [] for name in acts}
+def seconds_of(acts, rounds=9):
+    """{name: median seconds} of functions, the first two rounds left out; they are called in turn,
+    so that what else the machine does falls on all alike."""
+    times = {name: [] for name in acts}
     for _ in range(rounds):
         for name, act in acts.items():
-            seconds[name].append(seconds_of(act))
-    return {name: statistics.median(times[2:]) for name, times in seconds.items()}
-
-
-@functools.lru_cache
-def seconds_of_steps(tokens, rounds):
-    """{(method, rank): median seconds of a step} of one decoder layer of a 1.5 B model."""
-    ids, models = torch.randint(0, 1000, (1, tokens), device=DEVICE), {}
-    for method in BENCHMARKED:
-        models[method] = functools.partial(training_step(qwen2_of_size(*ONE_LAYER), *method), ids)
-    return interleaved(models, rounds)
+            start = time.perf_counter()
+            act()
+            if DEVICE.type == "cuda":
+                torch.cuda.synchronize()
+            times[name].append(time.perf_counter() - start)
+    return {name: statistics.median(seconds[2:]) for name, seconds in times.items()}
 
 
 def floor_ratio(layers, method, r, N):
     """Operations that a step cannot do without, over the 6 N P of one with dense gradients."""
     if r is None:
         return 1.0
-    P, d_in, d_out = (
-        sum(f(m) for m in layers.values())
-        for f in (lambda m: m.weight.numel(), lambda m: m.in_features, lambda m: m.out_features)
-    )
+    modules = layers.values()
+    P, d_out = sum(m.weight.numel() for m in modules), sum(m.out_features for m in modules)
     if "lora" in method:  # X A^T and its B^T, the backward of both; B A taken off W and put back
+        d_in = sum(m.in_features for m in modules)
         own = 2 * N * r * (2 * d_in + 3 * d_out) + 4 * r * P * (method == "lora_merged")
-    else:  # X A^T, one for q, k, v and for gate, up, and dY^T P; F A; D^T D and A A^T of each width
+    else:  # X A^T, one for q, k, v and for gate, up; dY^T (X A^T); factor A; D^T D, A A^T of a width
         same = ("k_proj", "v_proj", "up_proj")
         inputs = sum(m.in_features for path, m in layers.items() if not path.endswith(same))
-        widths = sum({m.in_features for m in layers.values()})
+        widths = sum({m.in_features for m in modules})
         own = 2 * N * r * (inputs + d_out) + 2 * r * P + 2 * r * r * (widths + d_out)
-    if method == "sketch_muon":  # S^T S, S P and eighteen products of r x r
+    if method == "sketch_muon":  # S^T S, S M and eighteen products of r x r
         own += 4 * r * r * d_out + 36 * r**3 * len(layers)
     return (4 * N * P + own) / (6 * N * P)
-
-
-def probe_forwards(tokens=512):
-    """Seconds of the KL probe, rank 256, over those of a plain forward of its tokens."""
-    model, ids = qwen2_of_size(*ONE_LAYER), torch.randint(0, 1000, (1, tokens), device=DEVICE)
-    sketches = logra.attach_sketches(model, 256)
-    sketches.buffer.normal_(0, 1e-3)
-    probe = [logra.Sample(ids[0, :1].tolist(), ids[0, 1:].tolist(), [], True)]
-
-    @torch.no_grad()
-    def forward():
-        hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
-        logra.policy_head(model)(hidden)
-
-    acts = {"probe": lambda: logra.predict_kl(model, sketches, probe), "forward": forward}
-    with logra.compute_dtype(ids.device, "bfloat16" if ids.is_cuda else "float32"):
-        seconds = interleaved(acts)
-    return seconds["probe"] / seconds["forward"]
 
 
 @pytest.mark.parametrize("method", BENCHMARKED[2:], ids=str)
@@ -4386,137 +3331,69 @@ def test_floor_is_what_a_step_computes(method):
     """The products that torch counts, beyond those of dense AdamW, are the floor's: none is made
     twice that could be shared."""
     N, operations = 64, []
-    ids = torch.randint(0, 8, (1, N), device=DEVICE)
     in_place = {torch.ops.aten.addmm_: lambda _, X, Y, **kw: 2 * X[0] * X[1] * Y[1]}
     for one in (BENCHMARKED[0], method):
-        model = qwen2_of_size(1, 256, 512, 4, 2, 8)
-        step = training_step(model, *one)
-        step(ids)  # what only the first one does
-        with FlopCounterMode(display=False, custom_mapping=in_place) as c:
-            step(ids)
-        operations.append(c.get_total_flops())
+        model = qwen2_of_shape("tiny")
+        step = training_step(model, *one, N)
+        step()  # what only the first one does
+        with FlopCounterMode(display=False, custom_mapping=in_place) as counter:
+            step()
+        operations.append(counter.get_total_flops())
     layers = logra.find_targets(model)
     dense = 6 * N * sum(module.weight.numel() for module in layers.values())
     counted = 1 + (operations[1] - operations[0]) / dense
     assert floor_ratio(layers, *method, N) == pytest.approx(counted, rel=1e-9)
 
 
+def forwards_of_a_probe(tokens=512):
+    """Seconds of the KL probe, r = 256, over those of a plain forward of its tokens."""
+    model, probe = qwen2_of_shape("layer"), answers([tokens - 1], prompt=(1, 1))
+    sketches = logra.attach_sketches(model, 256)
+    sketches.U = {path: torch.randn_like(S) * 1e-3 for path, S in sketches.S.items()}
+
+    def forward():
+        logra.policy_head(model)(logra.response_hidden(model, probe, DEVICE)[0])
+
+    acts = {"probe": lambda: logra.predict_kl(model, sketches, probe), "forward": forward}
+    with torch.no_grad(), logra.compute_dtype(DEVICE, DTYPE):
+        seconds = seconds_of(acts)
+    return seconds["probe"] / seconds["forward"]
+
+
+def seconds_of_a_synchronisation(directory):
+    """Of a vLLM engine in bfloat16, r = 256: by factors, and by the weights whole."""
+    model = qwen2_of_shape("layer")
+    model.to(torch.bfloat16).save_pretrained(directory)
+    optimizer = logra.LoGRA(logra.attach_sketches(model.float(), 256))
+    options = (optimizer.sketches.settings, "bfloat16", 0.1)
+    engine, W = logra.VLLMGenerator(directory, [0], 64, *options), weights(optimizer)
+    engine.load(W.items())
+    sent = random_update(optimizer)
+    acts = {"factors": lambda: engine.sync(*sent), "full": lambda: engine.load(W.items())}
+    return seconds_of(acts, rounds=5)
+
+
 @pytest.mark.slow
 @pytest.mark.benchmark
 def test_benchmark_of_a_step(tmp_path):
-    """Time, memory and floor of a step by every method, the probe, the synchronisation: a table,
-    then one line of JSON."""
-    layers = logra.find_targets(qwen2_of_size(*ONE_LAYER))
-    cases = [(*method, N, ONE_LAYER) for N in (512, 1024) for method in BENCHMARKED]
-    peaks, rows = peaks_above_model(cases), []
-    for (method, rank, N, _), peak in peaks.items():
-        seconds = seconds_of_steps(N, 9 if N == 512 else 6)
-        ratio = seconds[method, rank] / seconds["adamw_foreach", None]
-        row = {"method": method, "rank": rank, "tokens": N, "step_seconds": seconds[method, rank]}
-        row |= {"ratio_to_adamw_foreach": ratio, "peak_mb": peak}
-        rows.append(row | {"floor_ratio": floor_ratio(layers, method, rank, N)})
-    probe, (seconds, *_) = probe_forwards(), synchronised(tmp_path, qwen2_of_size(*ONE_LAYER))
-    sync, shown = {name: statistics.median(times) for name, times in seconds.items()}, []
-    for row in rows:
-        foreach = peaks["adamw_foreach", None, row["tokens"], ONE_LAYER]
-        over = {"ratio/floor": row["ratio_to_adamw_foreach"] / row["floor_ratio"]}
-        shown.append({**row, **over, "peak/foreach": row["peak_mb"] / foreach})
-    print(f"\n{train.table(shown)}\n\nKL probe: {probe:.2f} forwards of its tokens")
-    print(f"synchronisation: factors {sync['factors']:.3f} s, full {sync['full']:.3f} s")
+    """Time, memory and floor of a step by every method: a table; the probe, the synchronisation."""
+    layers, rows = logra.find_targets(qwen2_of_shape("layer")), []
+    for tokens, rounds in ((512, 9), (1024, 6)):
+        gib = elsewhere(*(f"peak_above_model{(*m, tokens, 'layer')}" for m in BENCHMARKED))
+        gib = dict(zip(BENCHMARKED, gib, strict=True))
+        steps = {m: training_step(qwen2_of_shape("layer"), *m, tokens) for m in BENCHMARKED}
+        seconds = seconds_of(steps, rounds)
+        for method in BENCHMARKED:
+            row = {"method": method[0], "r": method[1], "tokens": tokens}
+            row["time/AdamW"] = seconds[method] / seconds[BENCHMARKED[0]]
+            row["over floor"] = row["time/AdamW"] / floor_ratio(layers, *method, tokens)
+            row["memory/AdamW"] = gib[method] / gib[BENCHMARKED[0]]
+            rows.append(row)
+    print(f"\n{train.table(rows)}\n\nKL probe: {forwards_of_a_probe():.2f} forwards of its tokens")
+    print(f"seconds of a synchronisation: {seconds_of_a_synchronisation(tmp_path)}")
     print(f"on {DEVICE}, {torch.get_num_threads()} threads, load {os.getloadavg()[0]:.1f}")
-    print(json.dumps({"rows": rows, "probe_forwards": probe, "sync_seconds": sync}))
-
-
-@pytest.mark.slow
-@pytest.mark.benchmark
-def test_peak_memory_of_a_step():
-    """A LoGRA step takes at most .35 of the memory of an AdamW (foreach) step above the model."""
-    cases = [(*method, 512, MODEL_370M) for method in (("row_adam", 256), BENCHMARKED[0])]
-    peaks = peaks_above_model(cases)
-    ratio = peaks[cases[0]] / peaks[cases[1]]
-    print(f"\npeak above the model, MB: {peaks}, ratio {ratio:.3f}")
-    assert ratio <= 0.35
-
-
-@pytest.mark.slow
-@pytest.mark.benchmark
-def test_time_of_a_step():
-    """One decoder layer of a 1.5 B model, 512 tokens: time relative to AdamW (foreach)."""
-    seconds = seconds_of_steps(512, 9)
-    r64, r256 = (seconds["row_adam", r] / seconds["adamw_foreach", None] for r in (64, 256))
-    print(f"\nseconds {seconds}, ratios {r64:.3f} {r256:.3f}")
-    # Where AdamW's memory traffic is cheap only its products are left to save, and of their
-    # operations LoGRA needs .93 at rank 256: on such a machine this bar was missed, at .84.
-    assert r64 <= 0.70 and r256 <= 0.80
-
-
-def two_threads(first, second):
-    """Run first(wire), second(wire) at the two ends of a wire; seconds until both are done."""
-    store, barrier = dist.HashStore(), threading.Barrier(3)
-
-    def end(rank, act):
-        wire = dist.ProcessGroupGloo(store, rank, 2, datetime.timedelta(seconds=300))
-        barrier.wait()
-        act(wire)
-
-    threads = [threading.Thread(target=end, args=pair) for pair in enumerate((first, second))]
-    for thread in threads:
-        thread.start()
-    barrier.wait()
-    start = time.perf_counter()
-    for thread in threads:
-        thread.join()
-    return time.perf_counter() - start
-
-
-def synchronised(directory, model):
-    """Seconds of three synchronisations with a vLLM engine, rank 256, by factors and by weights;
-    the last factors; the weights.  The engine has the trainer's rounded weights in the end."""
-    model.to(torch.bfloat16).save_pretrained(directory)
-    optimizer = logra.LoGRA(logra.attach_sketches(model.float(), 256))
-    settings, W = optimizer.sketches.settings, weights(optimizer)
-    engine = logra.VLLMGenerator(directory, [0], 64, settings, "bfloat16", 0.1)
-    engine.load(W.items())
-    seconds = {"factors": [], "full": []}
-    for _ in range(3):
-        optimizer.sketches.buffer.normal_()
-        optimizer.propose(1)
-        update = optimizer.update
-        factors = optimizer.step(1.0)
-        for name, act in (
-            ("factors", lambda: engine.update(factors, update)),  # noqa: B023, called at once
-            ("full", lambda: engine.load(W.items())),
-        ):
-            seconds[name].append(seconds_of(act))
-    assert all(torch.equal(x, W[path].bfloat16()) for path, x in engine.read().items())
-    return seconds, factors, W
-
-
-@pytest.mark.slow
-@pytest.mark.benchmark
-def test_time_of_a_synchronisation(tmp_path):
-    """A 370 M model's engine, rank 256: bytes and seconds of factors over those of --sync full."""
-    seconds, factors, W = synchronised(tmp_path, qwen2_of_size(*MODEL_370M))
-    sent = {"factors": factors, "full": {path: x.bfloat16() for path, x in W.items()}}
-    for name, tensors_sent in sent.items():
-
-        def send(wire, tensors_sent=tensors_sent):
-            for x in tensors_sent.values():
-                wire.broadcast(x, wire.rank()).wait()
-
-        def receive(wire, tensors_sent=tensors_sent):
-            for x in tensors_sent.values():
-                wire.broadcast(torch.empty_like(x), 0).wait()
-
-        seconds[f"{name} over loopback"] = [two_threads(send, receive) for _ in range(5)]
-    medians = {name: statistics.median(times) for name, times in seconds.items()}
-    size = {k: sum(x.numel() * x.element_size() for x in v.values()) for k, v in sent.items()}
-    by_wire = medians["factors over loopback"] / medians["full over loopback"]
-    print(f"\nbytes {size}, ratio 1/{size['full'] / size['factors']:.1f}; seconds {medians}")
-    print(f"engine {medians['factors'] / medians['full']:.2f}, wire {by_wire:.2f} of the full sync")
-    d_out, weights_7B = 2 * (3584 + 512 + 18944) + 3584, 2 * 3584 * (3584 + 512) + 3 * 3584 * 18944
-    assert 256 * d_out <= weights_7B / 18  # one layer of 7 B shape, both in bfloat16
-    assert size["full"] / size["factors"] > 3 and by_wire < 1  # loopback has little to carry
+    # Times are for the eye: on a busy machine they differ by a half
+    assert all(row["memory/AdamW"] < 0.5 for row in rows if row["method"] == "row_adam")
 
 
 # ------------------------------------------------------------------------------------------------
@@ -4545,15 +3422,22 @@ def said(process, limit=180):
         raise AssertionError(f"no end within {limit} s:\n{words[-3000:]}") from None
 
 
+def results_of(ranks, mode, out, *argv):
+    """What each rank has seen; it must end well and say nothing of torch's."""
+    process = torchrun(ranks, __file__, mode, out, *argv)
+    words = said(process)
+    assert process.returncode == 0 and "You are using a Backend" not in words, words
+    return [torch.load(out / f"{rank}.pt", weights_only=False) for rank in range(ranks)]
+
+
 def errors(text):
     """The sentences meant for the user."""
     return [line for line in text.splitlines() if line.startswith("error:")]
 
 
-METHODS = ("sketch", "muon", "adam", "dense", "lora")
-SKETCHED = {"sketch": "row_adam", "muon": "sketch_muon", "adam": "sketch_adam"}
+SKETCHED = {"sketch": logra.row_adam, "muon": logra.sketch_muon, "adam": logra.sketch_adam}
+METHODS = (*SKETCHED, "dense", "lora")
 ROUNDING = {"muon": 10, "adam": 10}  # small singular values, or entries, are enlarged with theirs
-FIRST = (True, False, True)  # of three updates: whether it is the first of its batch
 UNEVEN = functools.partial(tiny_qwen2, intermediate_size=97)  # no number of ranks divides 97
 
 
@@ -4561,7 +3445,7 @@ def recorded():
     """Seven samples of 1 to 9 tokens.  Two teach nothing: on three ranks all that rank 1 has."""
     samples, g = answers([3, 9, 1, 5, 2, 7, 4], seed=3), torch.Generator().manual_seed(0)
     for s in samples:
-        s.logprobs = (2 * torch.rand(len(s.completion), generator=g) - 5.5).tolist()
+        s.logprobs = (3 * torch.rand(len(s.completion), generator=g) - 5.5).tolist()
     samples[1].advantage = samples[4].advantage = 0.0
     return samples
 
@@ -4569,16 +3453,16 @@ def recorded():
 def sharded(method, weights=None, state=None, dtype="float32"):
     """A model on all ranks, checkpointed if there are several, and its optimizer."""
     model = UNEVEN()
-    model.load_state_dict(weights or {}, strict=False)
     layers = logra.find_targets(model)
-    if method in SKETCHED:
-        sketches = logra.attach_sketches(model, 16, refresh=2 if method == "adam" else 1)
-    else:
+    for path, W in (weights or {}).items():
+        layers[path].weight.data.copy_(W)
+    if method not in SKETCHED:
         logra.freeze_all_but(model, layers if method == "dense" else {})
     if logra.world() > 1:
         train.checkpoint_layers(model)
         logra.shard_model(model, getattr(torch, dtype))
     if method in SKETCHED:
+        sketches = logra.attach_sketches(model, 16, refresh=2 if method == "adam" else 1)
         optimizer = logra.LoGRA(sketches, 1e-2, rule=SKETCHED[method])
     elif method == "dense":
         optimizer = train.DenseAdamW(layers, (1e-3, 1e-3))
@@ -4589,301 +3473,213 @@ def sharded(method, weights=None, state=None, dtype="float32"):
     return model, optimizer, layers
 
 
-def add_share(model, samples, first=True, dtype="float32"):
-    """backward() on this rank's share, as grpo calls it."""
-    share = samples[logra.my_rank() :: logra.world()]
-    alive = [s for s in share if s.advantage] or share[:1]
-    return logra.backward(model, alive, settings(micro_batch=1, dtype=dtype), first)
-
-
-def sketch_of_all(sketches):
-    """{path: S [d_out, r]} of all ranks."""
-    return {
-        path: logra.gather_rows(rows, sketches.layers[path].out_features).clone()
-        for path, rows in sketches.rows.items()
-    }
+def add_own(model, first=True, dtype="float32"):
+    """backward() on this rank's samples, as grpo calls it."""
+    own = recorded()[logra.my_rank() :: logra.world()]
+    alive = [s for s in own if s.advantage] or own[:1]
+    config = settings(micro_batch=1, dtype=dtype)
+    for s in own if not first else ():
+        s.old_logprobs = torch.tensor(s.logprobs) - 0.1
+    return logra.backward(model, alive, logra.grpo_objective, config, first)
 
 
 def gathered(layers):
     return {path: logra.whole(module.weight).clone() for path, module in layers.items()}
 
 
-def update_on_ranks(model, optimizer, samples, first, seen):
-    """One update of size 1e-2 with its KL; what is to be the same on all ranks goes into seen."""
-    share = samples[logra.my_rank() :: logra.world()]
-    tokens = sum(len(s.completion) for s in samples)
-    sketches = getattr(optimizer, "sketches", None)
-    mismatch = add_share(model, samples, first)
-    seen["mismatch"].append(mismatch or 0.0)  # None: not the first of its batch
-    if sketches:
-        seen.setdefault("S", sketch_of_all(sketches))
-        seen["weight grads"] = [n for n, p in model.named_parameters() if p.grad is not None]
-    optimizer.propose(tokens)
-    seen["norm"].append(optimizer.sketch_norm)
-    curve, before = logra.predict_kl(model, sketches, share)
-    if sketches:
-        seen["local norm"] = sketches.buffer.norm().item()
-        UA = W = 0.0
-        for path, module in sketches.layers.items():
-            U = logra.gather_rows(sketches.rows[path], module.out_features)
-            UA += (U @ sketches.A[module.in_features]).double().square().sum().item()
-            W += logra.whole(module.weight).double().square().sum().item()
-        seen["ratio"].append(math.sqrt(UA / W))
-        seen["all norm"] = math.sqrt(UA)
-        seen["predicted"].append(curve[1][0])
-    factors = optimizer.step(1.0)
-    seen["factors"] = factors
-    seen["realised"].append(logra.realised_kl(model, share, before))
+def update_on_ranks(model, optimizer, first, seen):
+    """One update with its KL; what is to be the same on all ranks goes into seen."""
+    own = recorded()[logra.my_rank() :: logra.world()]
+    control = logra.KLControl()
+    control.observe(add_own(model, first))  # some ranks have nothing to tell
+    if optimizer.sketches:
+        assert all(p.grad is None for p in model.parameters())
+    optimizer.propose(31)
+    curve, before = logra.predict_kl(model, optimizer.sketches, own)
+    seen["factors"] = optimizer.step(1.0)
+    realised = logra.realised_kl(model, own, before)
+    predicted = curve[1][0] if curve else 0.0
+    seen["numbers"] += [control.mismatch, optimizer.sketch_norm, predicted, realised]
+
+
+def method_on_ranks(method):
+    """Three updates, the last once more from what a checkpoint would hold, and one with a NaN."""
+    seen = {"numbers": []}
+    model, optimizer, layers = sharded(method)
+    for first in (True, False, True):  # of its batch
+        saved = gathered(layers), copy.deepcopy(optimizer.state_dict())
+        update_on_ranks(model, optimizer, first, seen)
+    seen |= {"W": gathered(layers), "saved": saved}
+    model, optimizer, layers = sharded(method, *saved)
+    update_on_ranks(model, optimizer, True, {"numbers": []})
+    seen["W again"] = gathered(layers)
+
+    seen["state"] = copy.deepcopy(moments(optimizer.state_dict()))
+    add_own(model)
+    if logra.my_rank() == logra.world() - 1:  # not a number, on the last rank alone
+        if method in SKETCHED:
+            optimizer.sketches.S[LAYERS[3]][0, 3] = math.nan
+        else:
+            W = layers[LAYERS[0]].weight if method == "dense" else optimizer.adapters[LAYERS[0]][1]
+            logra.local(W.grad)[0, 0] = math.nan
+    with pytest.raises(FloatingPointError, match="update 3 is not finite"):
+        optimizer.propose(31)
+    assert_same_tensors(gathered(layers), seen["W again"])
+    assert_same_tensors(moments(optimizer.state_dict()), seen["state"])
+    return seen
+
+
+def rows_on_ranks(d_out):
+    """Rows of [d_out, 3] by each function that knows of them, and by FSDP2."""
+    W = torch.arange(d_out * 3.0).view(d_out, 3)
+    linear = torch.nn.Linear(3, d_out, bias=False)
+    linear.weight.data.copy_(W)
+    fsdp = logra.fully_shard(linear, mesh=logra.mesh()).weight.to_local().detach()
+    state = {"d_in": 3, "v": W[:, 0].clone(), "cube": W[:, :, None] + torch.arange(2), "t": 7}
+    state |= {"number": torch.tensor(5.0), "other": torch.ones(d_out + 1, 3)}
+    own = logra.own_state(state, d_out)
+    seen = {"FSDP2": fsdp, "own": logra.own_rows(W), "W": W, "state": state}
+    seen["scattered"] = logra.scatter_rows(W * (logra.my_rank() + 1))
+    seen["gathered"] = logra.gather_rows(fsdp, d_out)
+    seen["whole state"] = logra.whole_state(own)
+    seen["kept"] = {key: len(logra.local(own[key])) for key in ("v", "cube", "other")}
+
+    def rule(S, state):  # row i of D depends on the last row of S
+        state["cube"] = state["cube"] + S[:, :, None]
+        state["t"] += 1
+        state["new"] = S.sum(1)
+        return S.flip(0)
+
+    seen["D"] = logra.apply_rule(rule, fsdp, own, d_out)
+    seen["after"] = logra.whole_state(own)
+    return seen
+
+
+def stops_on_ranks():
+    """What each rank hears of trouble that is not its own, or of all."""
+    rank, ranks = logra.my_rank(), logra.world()
+
+    def fails_on(first):
+        with logra.together():
+            if rank >= first:
+                raise KeyError("nothing there")
+
+    def words(function, *args):
+        with pytest.raises(logra.StopRun) as caught:
+            function(*args)
+        return str(caught.value)
+
+    logra.check_same([torch.ones(2, 3)])
+    differing = [torch.ones(2, 3), torch.ones(2) + (rank == 1)]
+    stops = [words(fails_on, ranks - 1), words(fails_on, 0)]
+    stops += [words(logra.own_prompts, range(ranks - 1)), words(logra.check_same, differing)]
+    rewards = torch.arange(10.0).view(5, 2)
+    assert logra.all_prompts(logra.own_prompts(rewards)).equal(rewards)
+    batches = logra.in_step([*"abc"[: rank + 1]])
+    assert batches == [("abc"[min(i, rank)], i <= rank) for i in range(ranks)]
+    return stops
 
 
 def on_ranks():
     """Everything that the tests below compare, as this rank has it."""
-    rank, ranks, samples = logra.my_rank(), logra.world(), recorded()
-    result = {"split": {}}
-    for method in METHODS:
-        names = ("mismatch", "norm", "ratio", "predicted", "realised")
-        seen = {name: [] for name in names}
-        model, optimizer, layers = sharded(method)
-        for first in FIRST:
-            weights = gathered(layers)
-            state = copy.deepcopy(optimizer.state_dict())
-            update_on_ranks(model, optimizer, samples, first, seen)
-        seen |= {"W": gathered(layers), "W at 2": weights, "state at 2": state}
-        # The last update again, from what a checkpoint would hold
-        again = {f"{path}.weight": W for path, W in weights.items()}
-        model, optimizer, layers = sharded(method, again, state)
-        update_on_ranks(model, optimizer, samples, True, {name: [] for name in names})
-        seen["W again"] = gathered(layers)
-        result[method] = seen
-
-        # Not a number, on the last rank alone
-        before, moments = gathered(layers), copy.deepcopy(getattr(optimizer, "moments", {}))
-        add_share(model, samples)
-        if rank == ranks - 1:
-            if method in SKETCHED:
-                optimizer.sketches.buffer[17, 3] = math.nan
-            elif method == "dense":
-                logra.local(layers[LAYERS[0]].weight.grad)[0, 0] = math.nan
-            else:
-                optimizer.adapters[LAYERS[0]][1].grad[0, 0] = math.nan
-        try:
-            optimizer.propose(31)
-        except FloatingPointError as error:
-            seen["nan"] = str(error)
-        after = gathered(layers)
-        seen["moved"] = [path for path in before if not torch.equal(before[path], after[path])]
-        seen["kept"] = all(torch.equal(x, optimizer.moments[key]) for key, x in moments.items())
-
-    model, optimizer, _ = sharded("sketch", dtype="bfloat16")
-    add_share(model, samples, dtype="bfloat16")
-    result["bfloat16 S"] = sketch_of_all(optimizer.sketches)
-
-    if ranks > 1:
-        mesh = logra.init_device_mesh("cpu", (ranks,))
-        for d_out in (1, 2, 7, 8):
-            S = torch.arange(d_out * 3.0).view(d_out, 3) * (rank + 1)
-            mine = logra.scatter_rows(S)
-            linear = torch.nn.Linear(3, d_out, bias=False)
-            torch.nn.init.constant_(linear.weight, 0)
-            linear.weight.data += torch.arange(d_out)[:, None]
-            fsdp = logra.fully_shard(linear, mesh=mesh).weight.to_local()[:, 0].tolist()
-            split = {"owned": list(range(d_out))[logra.owned(d_out)], "FSDP2": fsdp}
-            split |= {"rows": mine.clone(), "whole": logra.gather_rows(mine, d_out)}
-            result["split"][d_out] = split
+    result = {method: method_on_ranks(method) for method in METHODS}
+    model, optimizer, layers = sharded("sketch", dtype="bfloat16")
+    add_own(model, dtype="bfloat16")
+    S = optimizer.sketches.S
+    result["S"] = {p: logra.gather_rows(S[p], layers[p].out_features).clone() for p in LAYERS}
+    if logra.world() > 1:
+        result["rows"] = {d_out: rows_on_ranks(d_out) for d_out in (1, 2, 7, 8)}
+        result["stops"] = stops_on_ranks()
     return result
 
 
 @pytest.fixture(scope="session")
 def ranks(tmp_path_factory):
     """{1, 2, 3: what on_ranks() gave, rank by rank}."""
-    out, results = tmp_path_factory.mktemp("ranks"), {1: [on_ranks()]}
-    for n in (2, 3):
-        process = torchrun(n, __file__, "on_ranks", out / str(n))
-        words = said(process)
-        assert process.returncode == 0, words
-        files = [out / str(n) / f"{rank}.pt" for rank in range(n)]
-        results[n] = [torch.load(file, weights_only=False) for file in files]
-    return results
-
-
-def losses64(model, samples, old, first):
-    """The clipped policy loss of each sample, in float64 and by the formula."""
-    for i, s in enumerate(samples):
-        z = model(torch.tensor([s.prompt + s.completion])).logits[0, len(s.prompt) - 1 : -1]
-        logp = z.log_softmax(-1).gather(1, torch.tensor(s.completion)[:, None])[:, 0]
-        if first:
-            old[i] = logp.detach()
-        weight = (old[i] - torch.tensor(s.logprobs)).exp().clamp(max=2)
-        ratio = (logp - old[i]).exp()
-        clipped = ratio.clamp(1 - 0.2, 1 + 0.28)
-        yield -(weight * torch.minimum(ratio * s.advantage, clipped * s.advantage)).sum()
-
-
-def adam64(m, v, G, t):
-    """Adam's step of length 1 as published, and its moments."""
-    m, v = 0.9 * m + 0.1 * G, 0.95 * v + 0.05 * G**2
-    return m / (1 - 0.9**t) / ((v / (1 - 0.95**t)).sqrt() + 1e-8), m, v
-
-
-@functools.cache
-def reference64(method, parts=1):
-    """{path: dW} after three updates, from dense gradients in float64 with the factor rounded.
-
-    parts > 1 is the wrong formula: the mean of the means of so many ranks.
-    """
-    model, samples, old = UNEVEN().double(), recorded(), {}
-    W = {path: model.get_submodule(path).weight for path in LAYERS}
-    start = {path: w.detach().clone() for path, w in W.items()}
-    v = {path: torch.zeros(len(w)).double() for path, w in W.items()}
-    moments = dict.fromkeys([(path, i) for path in W for i in (0, 1, 2, "S")], (0, 0))
-    bases = {}
-    adapters = {}
-    for path, w in W.items():
-        seed = logra.stable_seed("lora", 0, path)
-        A = logra.make_projection(16, w.shape[1], seed, "gaussian") * (16 / w.shape[1]) ** 0.5
-        adapters[path] = [A.double(), torch.zeros(len(w), 16).double()]
-    for t, first in enumerate(FIRST, 1):
-        losses, loss = list(losses64(model, samples, old, first)), 0
-        for part in range(parts):
-            tokens = sum(len(s.completion) for s in samples[part::parts])
-            loss = loss + sum(losses[part::parts]) / tokens / parts
-        G = dict(zip(W, torch.autograd.grad(loss, list(W.values()))))
-        P, D, DA = {}, {}, {}
-        for path, w in W.items():
-            refresh, last = 2 if method == "adam" else 1, bases.get(path)
-            key = ("projection", 0, (t - 1) // refresh, f"in_features={w.shape[1]}")
-            seed = logra.stable_seed(*key)
-            P[path] = logra.make_projection(16, w.shape[1], seed, dtype=torch.float64)
-            S, bases[path] = G[path] @ P[path].T, P[path]
-            D[path], v[path] = row_adam64(S, v[path], t)
-            if method == "muon":
-                D[path] = max(1, len(w) / w.shape[1]) ** 0.5 * newton_schulz64(S)
-            if method == "adam":
-                m, second = moments[path, "S"]
-                m = m if t == 1 else m @ last @ P[path].T if t == 3 else m
-                D[path], *moments[path, "S"] = adam64(m, second, S, t)
-            DA[path] = D[path] @ P[path]
-        norms = [sum(x.detach().square().sum() for x in xs.values()).sqrt() for xs in (W, DA)]
-        for path, w in W.items():
-            A, B = adapters[path]
-            steps = []
-            for i, gradient in enumerate((G[path], B.T @ G[path], G[path] @ A.T)):
-                step, *moments[path, i] = adam64(*moments[path, i], gradient, t)
-                steps.append(1e-3 * step)
-            if method in SKETCHED:
-                factor = (D[path] * 1e-2 * norms[0] / norms[1]).bfloat16()
-                w.data -= factor.double() @ P[path]
-            elif method == "dense":
-                w.data -= steps[0]
-            else:
-                adapters[path] = [A - steps[1], B - steps[2]]
-                w.data += adapters[path][1] @ adapters[path][0] - B @ A
-    return {path: w.detach() - start[path] for path, w in W.items()}
+    out = tmp_path_factory.mktemp("ranks")
+    return {1: [on_ranks()]} | {n: results_of(n, "on_ranks", out / str(n)) for n in (2, 3)}
 
 
 def moved(W):
     """One vector of all dW."""
     model = UNEVEN()
-    start = {path: model.get_submodule(path).weight.detach() for path in LAYERS}
-    return torch.cat([(W[path].double() - start[path].double()).flatten() for path in LAYERS])
-
-
-def vector(dW):
-    return torch.cat([dW[path].flatten() for path in LAYERS])
+    return torch.cat([(W[p] - model.get_submodule(p).weight.detach()).flatten() for p in LAYERS])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_learning_does_not_depend_on_the_number_of_ranks(ranks, method):
-    """Three updates on 1, 2, 3 ranks and by dense float64 gradients; means of means differ (12)."""
-    reference, times = vector(reference64(method)), ROUNDING.get(method, 1)
-    one = moved(ranks[1][0][method]["W"])
-    for n in (1, 2, 3):
-        first, *others = [result[method]["W"] for result in ranks[n]]
+    """Three updates on 2 and 3 ranks are those of one, which dense gradients have tested: weights,
+    mismatch, ||S|| and KL, one number on all ranks.  Means of means would differ (12, 33)."""
+    one, bound = ranks[1][0][method], 1e-4 * ROUNDING.get(method, 1)
+    assert one["numbers"][0] > 0.01 and one["numbers"][4] == 0  # mismatch: not told twice
+    for n in (2, 3):
+        first, *others = [result[method] for result in ranks[n]]
+        assert rel(moved(first["W"]), moved(one["W"])) < bound
+        assert first["numbers"] == pytest.approx(one["numbers"], rel=bound)
         for other in others:
-            assert_same_tensors(first, other)
-        assert rel(moved(first), one) < 1e-4 * times
-        assert rel(moved(first), reference) < 1e-3 * times
-        if n > 1:
-            assert rel(vector(reference64(method, n)), reference) > 2e-2  # wrong
+            assert other["numbers"] == first["numbers"]
+            assert_same_tensors(first["W"], other["W"])
+            if method in SKETCHED:  # each engine is sent the whole factor
+                assert_same_tensors(first["factors"], other["factors"])
 
 
 @pytest.mark.slow
-def test_rows_are_summed_and_split_as_fsdp_does(ranks):
-    """scatter_rows, gather_rows, owned: shards uneven and empty, every row at one rank (35)."""
-    for n in (2, 3):
-        for d_out in (1, 2, 7, 8):
-            parts = [result["split"][d_out] for result in ranks[n]]
-            total = torch.arange(d_out * 3.0).view(d_out, 3) * sum(range(1, n + 1))
-            assert [i for part in parts for i in part["owned"]] == list(range(d_out))
-            for part in parts:
-                assert part["owned"] == part["FSDP2"]
-                assert torch.equal(part["rows"], total[part["owned"]])
-                assert torch.equal(part["whole"], total)
-    sizes = {d_out: [len(r["split"][d_out]["owned"]) for r in ranks[3]] for d_out in (1, 2, 7, 8)}
+@pytest.mark.parametrize("n", [2, 3])
+def test_rows_are_split_and_gathered_as_fsdp_does(ranks, n):
+    """Shards uneven and empty; a rule sees a layer and its state whole (35)."""
+    for d_out in (1, 2, 7, 8):
+        parts = [result["rows"][d_out] for result in ranks[n]]
+        W, state = parts[0]["W"], parts[0]["state"]
+        assert torch.cat([part["own"] for part in parts]).equal(W)
+        assert torch.cat([part["D"] for part in parts]).equal(W.flip(0))
+        after = state | {"cube": state["cube"] + W[:, :, None], "t": 8, "new": W.sum(1)}
+        for part in parts:
+            assert part["own"].equal(part["FSDP2"]) and part["gathered"].equal(W)
+            assert part["scattered"].equal(part["own"] * sum(range(1, n + 1)))
+            rows = len(part["FSDP2"])
+            assert part["kept"] == {"v": rows, "cube": rows, "other": d_out + 1}
+            for found, wanted in ((part["whole state"], state), (part["after"], after)):
+                assert found.keys() == wanted.keys()
+                assert all(torch.equal(*map(torch.as_tensor, (found[k], wanted[k]))) for k in found)
+    sizes = {d: [len(result["rows"][d]["FSDP2"]) for result in ranks[3]] for d in (1, 2, 7, 8)}
     assert sizes == {1: [1, 0, 0], 2: [1, 1, 0], 7: [3, 3, 1], 8: [3, 3, 2]}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", METHODS)
-def test_norms_and_kl_are_those_of_all_ranks(ranks, method):
-    """||S||, ratio, KL and mismatch: one number on all ranks, and that of one rank (33)."""
-    one, bound = ranks[1][0][method], 1e-4 * ROUNDING.get(method, 1)
-    for n in (2, 3):
-        for name in ("mismatch", "norm", "ratio", "predicted", "realised"):
-            first, *others = [result[method][name] for result in ranks[n]]
-            assert all(other == first for other in others), name
-            assert first == pytest.approx(one[name], rel=bound), name
-            dense = method not in SKETCHED and name in ("ratio", "predicted")
-            assert len(first) == (0 if dense else 3)
-    if method in SKETCHED:
-        for n in (1, 2, 3):
-            assert ranks[n][0][method]["ratio"] == pytest.approx([1e-2] * 3, rel=1e-5)
-            first, *others = [result[method]["factors"] for result in ranks[n]]
-            for other in others:  # each engine is sent the whole factor
-                assert_same_tensors(first, other)
-        local = [result[method]["local norm"] for result in ranks[2]]
-        assert max(local) < 0.95 * math.hypot(*local)  # wrong: the norm of one shard
+@pytest.mark.parametrize("n", [2, 3])
+def test_what_one_rank_finds_all_ranks_hear(ranks, n):
+    """StopRun in the same words on all of them (32)."""
+    for result in ranks[n]:
+        one, all_alike, few, differ = result["stops"]
+        assert one == f"rank {n - 1}: 'nothing there'" and all_alike == "'nothing there'"
+        assert few == f"a step of {n - 1} prompts is too small for {n} ranks"
+        assert differ.startswith("projections differ between ranks")
 
 
 @pytest.mark.slow
 def test_sharded_checkpointed_layers_have_the_same_sketch(ranks):
-    """Frozen embedding, FSDP2 and recomputation: S as without, and no gradient of a weight (35)."""
+    """Frozen embedding, FSDP2 and recomputation in bfloat16: S as without (35)."""
     for n in (2, 3):
-        for name, bound in (("S", 1e-5), ("bfloat16 S", 2e-2)):
-            a, b = [
-                r["sketch"]["S"] if name == "S" else r[name] for r in (ranks[n][0], ranks[1][0])
-            ]
-            assert a.keys() == b.keys() == set(LAYERS)
-            for path in a:
-                assert 0 < b[path].norm() and rel(a[path], b[path]) < bound, path
-        assert all(result["sketch"]["weight grads"] == [] for result in ranks[n])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", METHODS)
-def test_nan_on_one_rank_stops_all_before_a_weight_moves(ranks, method):
-    """FloatingPointError everywhere, in the same words; W and v as before (32, 41)."""
-    for n in (2, 3):
-        for result in ranks[n]:
-            assert "update 3 is not finite" in result[method]["nan"]
-            assert result[method]["moved"] == [] and result[method]["kept"]
+        a, b = (ranks[k][0]["S"] for k in (n, 1))
+        for path in LAYERS:
+            assert 0 < b[path].norm() and rel(a[path], b[path]) < 2e-2, path
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_a_state_fits_any_number_of_ranks(ranks, method):
-    """Saved after two updates of n ranks: the third is the same to the bit, and near on one."""
+    """Saved after two updates of n ranks: the third is the same to the bit, and near on one.  A
+    NaN on the last rank has stopped all, with W and state as they were (32, 41)."""
+    tensors_of = {"sketch": 14, "muon": 0, "adam": 28, "dense": 42, "lora": 84}
     for n in (1, 2, 3):
         seen = ranks[n][0][method]
         assert_same_tensors(seen["W again"], seen["W"])
-        weights = {f"{path}.weight": W for path, W in seen["W at 2"].items()}
-        model, optimizer, layers = sharded(method, weights, seen["state at 2"])
-        state = optimizer.state_dict()
-        assert state["update"] == 2
-        for key in {"sketch": ("v",), "adam": ("m", "v")}.get(method, ()):
-            assert torch.equal(state[key], seen["state at 2"][key]) and state[key].norm() > 0
-        add_share(model, recorded())
+        model, optimizer, layers = sharded(method, *seen["saved"])
+        saved, state = (moments(s) for s in (seen["saved"][1], optimizer.state_dict()))
+        assert_same_tensors(state, saved)
+        assert len(saved) == tensors_of[method] and all(x.norm() > 0 for x in saved.values())
+        add_own(model)
         optimizer.propose(31)
         optimizer.step(1.0)
         assert rel(moved(gathered(layers)), moved(seen["W"])) < 1e-4 * ROUNDING.get(method, 1)
@@ -4892,45 +3688,38 @@ def test_a_state_fits_any_number_of_ranks(ranks, method):
 def train_and_read(runs, patch):
     """train.main() on each of {name: argv}: exit code, what a resumed run was given back, what was
     generated, and the engine's weights; a rank without an engine has none."""
-    started, calls, results, restored = [], [], {}, {}
-    restore = train.restore
-
-    def watched(state, path, optimizer, control):
-        step = restore(state, path, optimizer, control)
-        restored["W"] = gathered(optimizer.sketches.layers)
-        restored["optimizer"] = optimizer.state_dict()
-        return step
-
-    class Watched(logra.VLLMGenerator):
-        def __init__(self, *args):
-            super().__init__(*args)
-            started.append(self)
-
-        def generate(self, prompts, seeds, *args):
-            samples = super().generate(prompts, seeds, *args)
-            calls.append((prompts, seeds, [s.completion for s in samples]))
-            return samples
-
-    patch.setattr(logra, "VLLMGenerator", Watched)
-    patch.setattr(train, "restore", watched)
-    small(patch)
-    for name, argv in runs.items():
-        code = train.main(argv)
-        engine = started[-1].read() if code == 0 and started else None
-        results[name] = {"code": code, "engine": engine, "calls": [*calls], "restored": restored}
-        calls.clear()
-    return results
-
-
-def small(patch):
-    """The built-in task without its long warm-up, as in small_task."""
+    engines, calls, results, restored = [], [], {}, {}
     rows, warm_up = train.sorting_rows, train.warm_up
+    # The built-in task without its long warm-up, as in small_task
     patch.setattr(train, "sorting_rows", lambda seed: [part[:2000] for part in rows(seed)])
     patch.setattr(train, "warm_up", lambda *args: warm_up(*args, batches=2))
 
+    def watch(owner, name, note):
+        def watched(*args, **kwargs):
+            result = function(*args, **kwargs)
+            note(result, *args)
+            return result
 
-def results_of(out, ranks=2):
-    return [torch.load(out / f"{rank}.pt", weights_only=False) for rank in range(ranks)]
+        function = getattr(owner, name)
+        patch.setattr(owner, name, watched)
+
+    def note_call(samples, generator, prompts, seeds, *_):
+        calls.append([*zip(prompts, seeds, samples, strict=True)])
+
+    def note_state(step, state, path, optimizer, control):
+        restored["W"] = gathered(optimizer.layers)
+        restored["optimizer"] = copy.deepcopy(optimizer.state_dict())
+
+    watch(logra.VLLMGenerator, "__init__", lambda _, engine, *args: engines.append(engine))
+    watch(logra.VLLMGenerator, "generate", note_call)
+    watch(logra.HFGenerator, "generate", note_call)
+    watch(train, "restore", note_state)
+    for name, argv in runs.items():
+        code = train.main(argv)
+        engine = engines[-1].call("sync_read") if engines else None
+        results[name] = {"code": code, "engine": engine, "calls": [*calls], "restored": restored}
+        calls.clear()
+    return results
 
 
 STEPS = 12
@@ -4944,15 +3733,13 @@ def f(completion, row):
 
 @pytest.fixture(scope="session")
 def two_ranks(lab, tmp_path_factory):
-    """An undisturbed run on two ranks, tied bfloat16 weights and float32 compute, and after it the
-    built-in task in bfloat16, in the same processes."""
+    """An undisturbed run on two ranks, tied bfloat16 weights and float32 compute, and after it, in
+    the same processes, the built-in task in bfloat16 and an evaluation of the first."""
     out = tmp_path_factory.mktemp("two")
-    fails = train.epoch_order(40, 0, 0)[2 * 3 + 1]  # in step 3 at place 1, which is rank 1's
+    fails = train.shuffled(40, "order", 0, 0)[2 * 3 + 1]  # in step 3 at place 1, which is rank 1's
     prompts = ("a cat", "ten dogs", "a cat", "two and two are four", "a cat")
-    jsonl(
-        out / "rows.jsonl",
-        *(row(prompts[i % 5], "fails" if i == fails else "1") for i in range(40)),
-    )
+    rows = (row(prompts[i % 5], "fails" if i == fails else "1") for i in range(40))
+    jsonl(out / "rows.jsonl", *rows)
     argv = f"--model {lab}/qwen2 --data {out}/rows.jsonl --eval-data {out}/rows.jsonl --eval-rows 1"
     argv += f" --reward {out}/fine.py:f --max-prompt-tokens 16 --max-new-tokens 8 --kv-gib 0.05"
     argv += " --prompts-per-step 3 --group-size 4 --probe-responses 2 --micro-batch 1 --rank 8"
@@ -4961,36 +3748,33 @@ def two_ranks(lab, tmp_path_factory):
     (out / "fine.py").write_text(REWARD_OF_A_ROW.format(fails=False))
     built_in = f"--reward {out}/fine.py:f --dtype bfloat16 --steps 4 --prompts-per-step 5"
     built_in += " --eval-rows 3 --kv-gib 0.05"
+    (out / "cat.py").write_text("def f(completion, row):\n    return 'a' in completion\n")
+    evaluation = f"--eval-only --resume {out}/float32 --eval-rows 0 --eval-samples 4"
+    evaluation += f" --reward {out}/cat.py:f --out"
     runs = {
         "float32": f"{argv} --out {out}/float32".split(),
         "bfloat16": f"{built_in} --out {out}/bfloat16".split(),
+        "evaluated": f"{evaluation} {out}/evaluated".split(),
     }
-    process = torchrun(2, __file__, "train", out, json.dumps(runs))
-    words = said(process)
-    assert process.returncode == 0, words
-    return types.SimpleNamespace(out=out, argv=argv, row=fails + 1, results=results_of(out))
+    results = results_of(2, "train", out, json.dumps(runs))
+    facts = {"argv": argv, "evaluation": evaluation, "row": fails + 1}
+    return types.SimpleNamespace(out=out, results=results, **facts)
 
 
 def trained(checkpoint):
     """{path: float32 weights} of a checkpoint's target layers."""
-    masters = train.load_state(checkpoint)["weights"]
-    found = masters or {
-        name.removesuffix(".weight"): W
-        for name, W in tensors(checkpoint).items()
-        if name.removesuffix(".weight") in LAYERS
-    }
+    masters, exported = train.load_state(checkpoint)["weights"], tensors(checkpoint)
+    found = masters or {path: exported[f"{path}.weight"] for path in LAYERS}
     assert {W.dtype for W in found.values()} == {torch.float32}
     return found
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_engine_of_every_rank_has_the_trainers_weights(two_ranks, dtype):
+@pytest.mark.parametrize("dtype, steps", [("float32", STEPS), ("bfloat16", 4)])
+def test_the_engine_of_every_rank_has_the_trainers_weights(two_ranks, dtype, steps):
     """Two ranks end with round(W), bit by bit, in both engines, and W has moved (37)."""
     run = two_ranks.out / dtype
-    first, *_, last = sorted(run.glob("step-*"), key=lambda p: int(p.name[5:]))
-    W, before = trained(last), tensors(first)
-    assert {"float32": STEPS, "bfloat16": 4}[dtype] == int(last.name[5:])
+    W, before = trained(run / f"step-{steps}"), tensors(min(run.glob("step-?")))
     for result in two_ranks.results:
         assert result[dtype]["code"] == 0 and result[dtype]["engine"].keys() == W.keys()
         for path, engine in result[dtype]["engine"].items():
@@ -4998,91 +3782,136 @@ def test_the_engine_of_every_rank_has_the_trainers_weights(two_ranks, dtype):
             assert torch.equal(engine, W[path].to(engine.dtype)), path
             assert not torch.equal(engine, before[f"{path}.weight"].to(engine.dtype)), path
     assert json.loads((run / "config.json").read_text())["world_size"] == 2
-    assert [line["step"] for line in journal(run)] == list(range(1, int(last.name[5:]) + 1))
+    assert [line["step"] for line in journal(run)] == list(range(1, steps + 1))
+
+
+def rollouts(two_ranks):
+    """[(rank 0's, rank 1's)] of each step: lists of (prompt, seed, sample)."""
+    calls = [  # of training: 2 prompts of 4 answers on rank 0, 1 prompt on rank 1
+        [call for call in result["float32"]["calls"] if len(call) == n]
+        for result, n in zip(two_ranks.results, (8, 4), strict=True)
+    ]
+    assert len(calls[0]) == STEPS
+    return [*zip(*calls, strict=True)]
 
 
 @pytest.mark.slow
 def test_ranks_sample_different_answers_to_an_equal_prompt(two_ranks):
     """No seed is used by both ranks in a step, and equal prompts get other answers (30)."""
-    compared, alike = 0, 0
-    calls = [  # of training: 2 prompts of 4 answers on rank 0, 1 prompt on rank 1
-        [call for call in result["float32"]["calls"] if len(call[0]) == n]
-        for result, n in zip(two_ranks.results, (8, 4), strict=True)
-    ]
-    assert len(calls[0]) == STEPS
-    for a, b in zip(*calls, strict=True):
-        assert len({*a[1], *b[1]}) == 12
-        for prompt, _, answer in zip(*b, strict=True):
-            for other_prompt, _, other in zip(*a, strict=True):
-                compared += prompt == other_prompt
-                alike += prompt == other_prompt and answer == other
-    assert compared > 100 and alike < 0.1 * compared
+    alike = []
+    for a, b in rollouts(two_ranks):
+        assert len({seed for _, seed, _ in (*a, *b)}) == 12
+        for (prompt, _, one), (other_prompt, _, other) in itertools.product(a, b):
+            if prompt == other_prompt:
+                alike.append(one.completion == other.completion)
+    assert len(alike) > 100 and sum(alike) < 0.1 * len(alike)
+
+
+def shortened(two_ranks, run):
+    """A copy of the run of two ranks, without its last two steps."""
+    shutil.copytree(two_ranks.out / "float32", run)
+    shutil.rmtree(run / f"step-{STEPS}")
+    return f"--resume {run} --eval-every 100", train.load_state(run / f"step-{STEPS - 2}")
+
+
+def assert_goes_on(two_ranks, state, trainers, generator):
+    """W, v and the counter are restored to the bit, and the same is asked with the same seeds."""
+    for restored in (trainer["restored"] for trainer in trainers):
+        assert_same_tensors(restored["W"], state["weights"])
+        assert_same_tensors(moments(restored["optimizer"]), moments(state["optimizer"]))
+        assert restored["optimizer"]["update"] == state["optimizer"]["update"] == STEPS - 2
+    calls = [call for call in generator["calls"] if len(call) == 12]
+    for call, (a, b) in zip(calls, rollouts(two_ranks)[-2:], strict=True):
+        now, before = (sorted((ids, seed) for ids, seed, _ in part) for part in (call, a + b))
+        assert now == before
 
 
 @pytest.mark.slow
 def test_a_checkpoint_of_two_ranks_goes_on_with_one(two_ranks, tmp_path, monkeypatch):
-    """W, v and the counter are restored to the bit, and the prompts and seeds are the same."""
-    run, seen, calls = tmp_path / "run", {}, []
-    shutil.copytree(two_ranks.out / "float32", run)
-    for path in run.glob("step-*"):
-        if int(path.name[5:]) > STEPS - 2:
-            shutil.rmtree(path)
-    restore, generate = train.restore, logra.HFGenerator.generate
-
-    def restored(state, path, optimizer, control):
-        step = restore(state, path, optimizer, control)
-        seen["W"] = gathered(optimizer.sketches.layers)
-        seen["v"], seen["update"] = optimizer.moments["v"].clone(), optimizer.update
-        return step
-
-    def recorded_generate(self, prompts, seeds, *args):
-        calls.append((prompts, seeds))
-        return generate(self, prompts, seeds, *args)
-
-    monkeypatch.setattr(train, "restore", restored)
-    monkeypatch.setattr(logra.HFGenerator, "generate", recorded_generate)
-    assert train.main(f"--resume {run} --engine hf --eval-every 100".split()) == 0
-    checkpoint = run / f"step-{STEPS - 2}"
-    state = train.load_state(checkpoint)
-    assert_same_tensors(seen["W"], state["weights"])
-    assert torch.equal(seen["v"], state["optimizer"]["v"]) and seen["v"].norm() > 0
-    assert seen["update"] == state["optimizer"]["update"] == STEPS - 2
-    of_ranks = [
-        [call for call in result["float32"]["calls"] if len(call[0]) == 8 - 4 * rank][-2:]
-        for rank, result in enumerate(two_ranks.results)
-    ]
-    for one, a, b in zip([c for c in calls if len(c[0]) == 12], *of_ranks, strict=True):
-        pairs = [list(zip(call[0], call[1], strict=True)) for call in (one, a, b)]
-        assert sorted(pairs[0]) == sorted(pairs[1] + pairs[2])
-    model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint)
-    assert model.dtype == torch.bfloat16 and model.lm_head.weight is model.model.embed_tokens.weight
+    argv, state = shortened(two_ranks, tmp_path / "run")
+    result = train_and_read({"run": f"{argv} --engine hf".split()}, monkeypatch)["run"]
+    assert result["code"] == 0
+    assert_goes_on(two_ranks, state, [result], result)
+    exported = tensors(tmp_path / "run" / f"step-{STEPS - 2}")
+    assert "lm_head.weight" not in exported
     for path, W in state["weights"].items():
-        assert torch.equal(model.get_submodule(path).weight, W.bfloat16())
+        assert torch.equal(exported[f"{path}.weight"], W.bfloat16())
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_two_ranks_goes_on_with_three_and_an_engine_apart(two_ranks, tmp_path):
+    """As on one rank, and the engine ends with the weights of the trainers."""
+    argv, state = shortened(two_ranks, tmp_path / "run")
+    argv = json.dumps({"run": f"{argv} --generation-ranks 1".split()})
+    results = results_of(4, "train", tmp_path / "ranks", argv)
+    *trainers, generator = [result["run"] for result in results]
+    assert_goes_on(two_ranks, state, trainers, generator)
+    W = trained(tmp_path / "run" / f"step-{STEPS}")
+    for path, engine in generator["engine"].items():
+        assert torch.equal(engine, W[path]) and not torch.equal(engine, state["weights"][path])
+
+
+@pytest.mark.slow
+def test_a_generation_rank_changes_nothing(lab, tmp_path):
+    """One rank trains and one generates: the run of one rank, to the bit, also in its engine."""
+    one, two = tmp_path / "one", tmp_path / "two"
+    argv = f"{SMALL} --engine vllm --dtype bfloat16 --steps 4 --kv-gib 0.05 --out"
+    assert main(lab, f"{argv} {one}") == 0
+    argv = f"{argv} {two} --generation-ranks 1".format(lab=lab).split()
+    results = results_of(2, "train", tmp_path / "ranks", json.dumps({"run": argv}))
+    trainer, generator = [result["run"] for result in results]
+    assert_same_tensors(tensors(two / "step-4"), tensors(one / "step-4"))
+    for a, b in zip(journal(one, evaluations=True), journal(two, evaluations=True), strict=True):
+        if "wire_bytes" in a:
+            tokens = 16 * b["length"]
+            assert a.pop("wire_bytes") == 0 and b.pop("wire_bytes") > b["sync_bytes"] + 9 * tokens
+        assert a == b
+    W = tensors(two / "step-4")
+    assert trainer["engine"] is None and len(generator["engine"]) == 14
+    for path, engine in generator["engine"].items():
+        assert torch.equal(engine, W[f"{path}.weight"].bfloat16()), path
 
 
 @pytest.mark.slow
 def test_eval_only_is_the_same_on_one_rank_and_on_two(two_ranks, tmp_path):
     """40 rows, 4 samples each, drawn by row and sample: the same mean reward and pass@k."""
-    argv = f"--eval-only --resume {two_ranks.out}/float32 --eval-rows 0 --eval-samples 4 --reward"
-    argv += f" {tmp_path}/cat.py:f --out {tmp_path}/"
-    (tmp_path / "cat.py").write_text("def f(completion, row):\n    return 'a' in completion\n")
-    process = torchrun(2, HERE / "train.py", *f"{argv}two".split())
-    words = said(process)
-    assert process.returncode == 0, words
-    assert train.main(f"{argv}one".split()) == 0
-    [one], [two] = (journal(tmp_path / name, evaluations=True) for name in ("one", "two"))
+    assert train.main(f"{two_ranks.evaluation} {tmp_path}/one".split()) == 0
+    runs = tmp_path / "one", two_ranks.out / "evaluated"
+    [one], [two] = (journal(run, evaluations=True) for run in runs)
     assert one == two and one["eval_rows"] == 40 and one["eval_samples"] == 4
     assert 0 < one["eval_accuracy"] < one["eval_pass_at_k"] <= 1
+
+
+@pytest.mark.slow
+def test_functions_of_the_readme_on_two_ranks_resume_to_the_same_bits(tmp_path, monkeypatch):
+    """A rule, an objective and an advantage from a file, with vLLM; the rule's state is split."""
+    monkeypatch.chdir(tmp_path)
+    script("mine.py")
+    argv = "--rule mine.py:row_adagrad --objective mine.py:gspo --advantage mine.py:rloo"
+    argv += " --updates-per-batch 2 --prompts-per-step 5 --eval-rows 3 --eval-every 2"
+    argv += " --kv-gib 0.05 --reward fine.py:f"
+    Path("fine.py").write_text(REWARD_OF_A_ROW.format(fails=False))
+    runs = {
+        "whole": f"{argv} --steps 4 --out whole".split(),
+        "half": f"{argv} --steps 2 --out halves".split(),
+        "rest": ["--resume", "halves", "--steps", "4"],
+    }
+    process = torchrun(2, __file__, "train", tmp_path / "results", json.dumps(runs))
+    words = said(process)
+    assert process.returncode == 0, words
+    ends = [tmp_path / run / "step-4" for run in ("whole", "halves")]
+    assert_same_tensors(*map(tensors, ends))
+    v, again = (moments(train.load_state(end)["optimizer"]) for end in ends)
+    assert len(v) == 14 and all(x.any() for x in v.values())
+    assert_same_tensors(v, again)
 
 
 def rank_of(process, rank):
     """The process id of one of torchrun's ranks."""
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    mine = [
-        c for c in children if f"RANK={rank}" in Path(f"/proc/{c}/environ").read_text().split("\0")
-    ]
-    assert len(mine) == 1
-    return int(mine[0])
+    environments = {c: Path(f"/proc/{c}/environ").read_text().split("\0") for c in children}
+    (mine,) = (c for c, variables in environments.items() if f"RANK={rank}" in variables)
+    return int(mine)
 
 
 @pytest.mark.slow
@@ -5094,8 +3923,7 @@ def test_two_ranks_that_fail_and_are_killed_resume_to_the_same_bits(two_ranks, t
     reward.write_text(REWARD_OF_A_ROW.format(fails=True))
     argv = f"{two_ranks.argv} --reward {reward}:f --save-every 100 --out {run}".split()
     failing = torchrun(2, train.__file__, *argv)
-    wait_for_step(run, 2, failing)
-    words = said(failing, 60)
+    words = said(failing)
     assert failing.returncode != 0
     (sentence,) = errors(words)
     for word in ("error: rank 1: ", "KeyError", f"rows.jsonl:{two_ranks.row}", "step-2"):
@@ -5119,87 +3947,77 @@ def test_two_ranks_that_fail_and_are_killed_resume_to_the_same_bits(two_ranks, t
     final = torchrun(2, train.__file__, *resumed)
     words = said(final)
     assert final.returncode == 0, words
-    assert journal(run, evaluations=True) == journal(whole, evaluations=True)
-    assert_same_tensors(tensors(run / f"step-{STEPS}"), tensors(whole / f"step-{STEPS}"))
-    states = [train.load_state(path / f"step-{STEPS}") for path in (run, whole)]
-    assert_same_tensors(*(state["weights"] for state in states))
-    assert torch.equal(states[0]["optimizer"]["v"], states[1]["optimizer"]["v"])
-    assert states[0]["mismatch"] == states[1]["mismatch"]
+    assert_same_run(run, whole, STEPS)
 
 
-@pytest.mark.slow
-@pytest.mark.benchmark
-def test_ten_kills_at_random_points(two_ranks, tmp_path):
-    """SIGKILL of a random rank at a random point, ten times: over within a minute, the checkpoint
-    whole; resumed at last, the run is the undisturbed one (pytest -m benchmark -k kills)."""
-    run, whole, chance = tmp_path / "run", two_ranks.out / "float32", random.Random(0)
-    shutil.copytree(whole, run)
-    resumed, seconds = ("--resume", run, "--save-every", 1), []
+class Engine:
+    """An engine apart that answers a prompt p, seed s with [p, s] and keeps what it is sent; it
+    fails at what its fault names, once it has taken one tensor of several."""
 
-    def back_to(step):
-        (run / "metrics.jsonl").write_text("")
-        for path in run.glob("step-*"):
-            if int(path.name[5:]) > step:
-                shutil.rmtree(path)
-
-    for _ in range(10):
-        back_to(4)
-        process = torchrun(2, train.__file__, *resumed)
-        wait_for_step(run, 5, process)
-        time.sleep(chance.uniform(0, 1))  # a step takes about .15 s, saving included
-        rank, start = chance.randrange(2), time.perf_counter()
-        os.kill(rank_of(process, rank), signal.SIGKILL)
-        said(process, 60)
-        seconds.append(time.perf_counter() - start)
-        last = train.last_checkpoint(run)
-        print(f"rank {rank}: over after {seconds[-1]:.1f} s, {last.name} is whole")
-        reference = whole / last.name
-        if reference.exists():  # it has every other step
-            assert_same_tensors(trained(last), trained(reference))
-        assert train.load_state(last)["step"] == int(last.name[5:])
-        assert tensors(last).keys() == tensors(whole / "step-2").keys()
-    back_to(STEPS - 1)
-    process = torchrun(2, train.__file__, *resumed)
-    words = said(process)
-    assert process.returncode == 0, words
-    assert_same_tensors(trained(run / f"step-{STEPS}"), trained(whole / f"step-{STEPS}"))
-
-
-class Listening:
-    """An engine apart that answers a prompt p, seed s with [p, s] and keeps what it is sent."""
+    fault = ""
 
     def __init__(self, *options):
         self.options, self.asked, self.sent = options, [], []
+        if options == ("bad",):
+            raise train.UserError("the engine does not start")
 
     def generate(self, prompts, seeds, *options):
+        if self.fault == "generate":
+            raise AssertionError  # without a word
         self.asked.append((prompts, seeds, *options))
         return [
             logra.Sample(p, [*p, seed], [-0.5] * (len(p) + 1), seed % 2 == 0)
             for p, seed in zip(prompts, seeds, strict=True)
         ]
 
-    def update(self, factors, update, back):
-        self.sent.append((factors, (update, back)))
+    def sync(self, factors, update):
+        self.sent.append((dict(factors), update))
 
     def load(self, pairs, ranks):
+        if self.fault:
+            path, _ = next(pairs)
+            raise SystemExit if self.fault == "die" else ValueError(f"{path} is not there")
         self.sent.append((dict(pairs), ranks))
 
 
-def test_generation_ranks_share_the_prompts_and_hear_every_update():
-    """One training rank, two that generate, as three threads: order kept, tensors to the bit."""
-    store, engines = dist.HashStore(), []
+@pytest.fixture
+def apart_from(monkeypatch):
+    """start(*options): a RemoteGenerator here and its two engines, in threads; and the wire.
+
+    There is a default group, as where several ranks train: torch's errors are others then.
+    """
+    store, engines, threads = dist.HashStore(), [], []
+    if own_group := not dist.is_initialized():  # vLLM makes one too
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
     def wire(rank):
-        return dist.ProcessGroupGloo(store, rank, 3, datetime.timedelta(seconds=30))
+        return dist.ProcessGroupGloo(store, rank, 3, datetime.timedelta(seconds=3))
 
-    def start(*options):
-        engines.append(Listening(*options))
+    def engine(*options):
+        engines.append(Engine(*options))
         return engines[-1]
 
-    threads = [threading.Thread(target=lambda n=n: logra.serve(wire(n), start)) for n in (1, 2)]
+    def serve(rank):
+        with contextlib.suppress(SystemExit):
+            train.serve(wire(rank), engine)
+
+    def start(*options):
+        for n in (1, 2):
+            threads.append(threading.Thread(target=serve, args=(n,)))
+            threads[-1].start()
+        return train.RemoteGenerator(wire(0), *options), engines
+
+    yield start
     for thread in threads:
-        thread.start()
-    remote = logra.RemoteGenerator(wire(0), "directory", [1, 2])
+        thread.join(20)  # no word for three seconds, and they are done
+    if own_group:
+        dist.destroy_process_group()
+    assert not any(thread.is_alive() for thread in threads)
+
+
+def test_generation_ranks_share_the_prompts_and_hear_every_update(apart_from):
+    """One training rank, two that generate: order kept, tensors to the bit."""
+    remote, engines = apart_from("directory", [1, 2])
     prompts, seeds = prompts_of(3, 1, 4, 1, 5), [11, 12, 13, 14, 15]
     samples = remote.generate(prompts, seeds, 7, 0.6)
     assert [s.prompt for s in samples] == prompts
@@ -5212,145 +4030,76 @@ def test_generation_ranks_share_the_prompts_and_hear_every_update():
     assert of_prompts < remote.crossed < 4000
     before, g = remote.crossed, torch.Generator().manual_seed(0)
     factors = {"a": torch.randn(5, 3, generator=g).bfloat16(), "b": torch.ones(1, 2).bfloat16()}
-    remote.update(factors, 41, 0.25)
+    remote.sync(factors, 41)
     assert 34 < remote.crossed - before < 2000  # 17 numbers of 2 bytes
     loaded = {"a": torch.randn(5, 4, generator=g), "b": torch.ones(2, 3).bfloat16()}
     remote.load(loaded.items())  # bfloat16: of a model as it is stored, for --eval-only
-    remote.stop()
-    for thread in threads:
-        thread.join(30)
-    assert [len(e.asked[0][0]) for e in sorted(engines, key=lambda e: len(e.asked[0][0]))] == [2, 3]
+    remote.call("stop")
+    assert sorted(len(engine.asked[0][0]) for engine in engines) == [2, 3]
     for engine in engines:
         assert engine.options == ("directory", [1, 2])
         assert engine.asked[0][2:] == (7, 0.6) and engine.asked[2][2:] == (7, 1.0)
         (seen, update), (weights, ranks) = engine.sent
         assert_same_tensors(seen, factors)
-        assert (update, ranks) == ((41, 0.25), 1)
+        assert (update, ranks) == (41, 1)
         assert_same_tensors(weights, loaded)
 
 
-class Failing(Listening):
-    """An engine that fails at what its fault names, once it has taken one tensor of several."""
-
-    fault = ""
-
-    def generate(self, *args):
-        if self.fault == "generate":
-            raise AssertionError  # without a word
-        return super().generate(*args)
-
-    def load(self, pairs, ranks):
-        if self.fault == "load":
-            raise ValueError(f"{next(pairs)[0]} is not there")
-        super().load(pairs, ranks)
-
-
-def test_an_engine_that_fails_is_heard_by_the_training_ranks():
+def test_an_engine_that_fails_is_heard_by_the_training_ranks(apart_from):
     """As StopRun that names the rank and the reason; the wire is in order after it, and a
-    generation rank whose training ranks are gone ends in silence."""
-    store, engines, ends = dist.HashStore(), [], []
-
-    def wire(rank):
-        return dist.ProcessGroupGloo(store, rank, 3, datetime.timedelta(seconds=3))
-
-    def start(name):
-        engines.append(Failing())
-        if name == "bad":
-            raise train.UserError("the engine does not start")
-        return engines[-1]
-
-    def serve(rank):
-        logra.serve(wire(rank), start)
-        ends.append(rank)
-
-    threads = [threading.Thread(target=serve, args=(n,)) for n in (1, 2)]
-    for thread in threads:
-        thread.start()
-    remote = logra.RemoteGenerator(line := wire(0), "good")
+    generation rank whose training ranks are silent ends without a word."""
+    remote, engines = apart_from("good")
     weights = {name: torch.full((64, 64), i).float() for i, name in enumerate("abc")}
     for fault, words in (("generate", "AssertionError()"), ("load", "a is not there")):
         engines[1].fault = fault
         with pytest.raises(logra.StopRun, match=r"rank [12]: ") as caught:
-            remote.load(weights.items())
+            if fault == "load":
+                remote.load(weights.items())
             remote.generate([[1], [2]], [5, 6], 7)
         assert words in str(caught.value)
         engines[1].fault = ""
         assert [s.completion for s in remote.generate([[1], [2]], [5, 6], 7)] == [[1, 5], [2, 6]]
     remote.load(weights.items())
-    for engine in engines[:2]:
+    for engine in engines:
         assert_same_tensors(engine.sent[-1][0], weights)
     with pytest.raises(logra.StopRun, match="rank 1: the engine does not start"):
-        logra.RemoteGenerator(line, "bad")
-    for thread in threads:
-        thread.join(20)  # no word for three seconds, and they are done
-    assert sorted(ends) == [1, 2]
-    with pytest.raises(logra.StopRun, match="gone"):
+        train.RemoteGenerator(remote.wire, "bad")
+
+
+@pytest.mark.parametrize("size", [1, 1000])
+def test_an_engine_that_dies_stops_the_run(apart_from, size):
+    """While weights cross, or when they have: StopRun, not torch's error, and no wait."""
+    remote, engines = apart_from("good")
+    engines[1].fault, start = "die", time.perf_counter()
+    with pytest.raises(logra.StopRun, match="another rank is gone"):
+        remote.load({name: torch.ones(size, size) for name in "abcd"}.items())
+    assert time.perf_counter() - start < 2
+    with pytest.raises(logra.StopRun, match="another rank is gone"):
         remote.generate([[1]], [5], 7)
 
 
-def generation_rank(ranks, out, argv):
-    """A run whose last rank only generates: what each rank has seen."""
-    process = torchrun(ranks, __file__, "train", out, json.dumps({"run": argv.split()}))
-    words = said(process)
-    assert process.returncode == 0, words
-    return [result["run"] for result in results_of(out, ranks)]
-
-
-@pytest.mark.slow
-def test_a_generation_rank_changes_nothing(lab, tmp_path):
-    """One rank trains and one generates: the run of one rank, to the bit, also in its engine."""
-    rest = f"{SMALL} --engine vllm --dtype bfloat16 --steps 4 --kv-gib 0.05"
-    assert main(lab, f"{rest} --out {tmp_path}/one") == 0
-    argv = f"{rest} --out {tmp_path}/two --generation-ranks 1".format(lab=lab)
-    trainer, generator = generation_rank(2, tmp_path / "ranks", argv)
-    one, two = tmp_path / "one", tmp_path / "two"
-    assert_same_tensors(tensors(two / "step-4"), tensors(one / "step-4"))
-    for a, b in zip(journal(one, evaluations=True), journal(two, evaluations=True), strict=True):
-        if "wire_bytes" in a:
-            tokens = 16 * b["length"]
-            assert a.pop("wire_bytes") == 0 and b.pop("wire_bytes") > b["sync_bytes"] + 9 * tokens
-        assert a == b
-    W = tensors(two / "step-4")
-    assert trainer["engine"] is None and len(generator["engine"]) == 14
-    for path, engine in generator["engine"].items():
-        assert torch.equal(engine, W[f"{path}.weight"].bfloat16()), path
-
-
-@pytest.mark.slow
-def test_a_checkpoint_of_two_ranks_goes_on_with_three_and_an_engine_apart(two_ranks, tmp_path):
-    """W, v and counter restored to the bit, the same prompts and seeds, the engine in step."""
-    run = tmp_path / "run"
-    shutil.copytree(two_ranks.out / "float32", run)
-    for path in run.glob("step-*"):
-        if int(path.name[5:]) > STEPS - 2:
-            shutil.rmtree(path)
-    argv = f"--resume {run} --generation-ranks 1 --eval-every 100"
-    *trainers, generator = generation_rank(4, tmp_path / "ranks", argv)
-    state = train.load_state(run / f"step-{STEPS - 2}")
-    for trainer in trainers:
-        assert_same_tensors(trainer["restored"]["W"], state["weights"])
-        assert torch.equal(trainer["restored"]["optimizer"]["v"], state["optimizer"]["v"])
-        assert trainer["restored"]["optimizer"]["update"] == STEPS - 2
-    before = [
-        [call for call in result["float32"]["calls"] if len(call[0]) == 8 - 4 * rank][-2:]
-        for rank, result in enumerate(two_ranks.results)
-    ]
-    calls = [call for call in generator["calls"] if len(call[0]) == 12]
-    for three, a, b in zip(calls, *before, strict=True):
-        pairs = [list(zip(call[0], call[1], strict=True)) for call in (three, a, b)]
-        assert sorted(pairs[0]) == sorted(pairs[1] + pairs[2])
-    W = trained(run / f"step-{STEPS}")
-    for path, engine in generator["engine"].items():
-        assert torch.equal(engine, W[path]) and not torch.equal(engine, state["weights"][path])
+@pytest.mark.parametrize(
+    "argv, words",
+    [
+        ("--prompts-per-step 1", "--prompts-per-step 1 2 ranks"),
+        ("--engine hf", "--engine hf"),
+        ("--generation-ranks 2", "--generation-ranks 2 no rank"),
+    ],
+)
+def test_flags_that_do_not_fit_two_ranks_are_refused(tmp_path, monkeypatch, capsys, argv, words):
+    monkeypatch.chdir(tmp_path)
+    for name, value in (("WORLD_SIZE", "2"), ("RANK", "0"), ("TORCHELASTIC_RUN_ID", "none")):
+        monkeypatch.setenv(name, value)
+    assert train.main(argv.split()) == 2
+    (sentence,) = errors(capsys.readouterr().err)
+    assert all(word in sentence for word in words.split()), sentence
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.slow
 def test_bad_input_to_ranks_is_answered_by_one_sentence(tmp_path):
     """Once, whichever rank is first to find it, also if only one does; no directory is made."""
     cases = {  # argv of both ranks, what rank 1 alone has on top, and words of the answer
-        "split": (["--prompts-per-step", "1"], [], "--prompts-per-step 1 2 ranks"),
-        "hf": (["--engine", "hf"], [], "--engine hf"),
-        "none": (["--generation-ranks", "2"], [], "--generation-ranks 2 no rank"),
         "flag": (["--rank", "0"], [], "--rank 0"),
         "one": ([], ["--reward", "nowhere.py:f"], "rank 1: --reward nowhere.py:f"),
         "early": ([], ["--rank", "0"], "rank 1: --rank 0"),  # before the ranks have met
@@ -5364,14 +4113,13 @@ def test_bad_input_to_ranks_is_answered_by_one_sentence(tmp_path):
         assert process.returncode != 0
         found = errors(words)
         assert len(found) == 1, (name, words)
-        for word in cases[name][2].split():
-            assert word in found[0], found
+        assert all(word in found[0] for word in cases[name][2].split()), found
         assert 'logra.py", line' not in words and 'train.py", line' not in words  # no traceback
     assert list(tmp_path.iterdir()) == []
 
 
 # ------------------------------------------------------------------------------------------------
-# Memory of several ranks, simulated: the code that runs, on fake tensors and a fake group
+# Memory: --estimate-memory against a simulation of several ranks and a real step on one
 # ------------------------------------------------------------------------------------------------
 
 # No GPU and no weights: FakeTensorMode gives every operation its shapes, a fake process group its
@@ -5389,18 +4137,18 @@ class LiveBytes(TorchDispatchMode):
 
     def __init__(self, tokens):
         super().__init__()
-        self.tokens, self.live, self.now, self.phase = tokens, {}, 0, "host"
-        self.peaks, self.resize = {}, torch.UntypedStorage.resize_
+        self.tokens, self.live, self.now, self.resize = tokens, {}, 0, torch.UntypedStorage.resize_
+        self.peaks = {}
+        self.enter("host")
 
     def enter(self, phase):
-        self.phase = phase
-        self.count(None, 0)
+        self.phase, self.peaks[phase] = phase, self.now
 
     def count(self, key, size):
         """The storage `key` has so many bytes from now on."""
         self.now += size - self.live.get(key, 0)
         self.live[key] = size
-        self.peaks[self.phase] = max(self.peaks.get(self.phase, 0), self.now)
+        self.peaks[self.phase] = max(self.peaks[self.phase], self.now)
 
     def freed(self, key):
         self.now -= self.live.pop(key)
@@ -5420,8 +4168,8 @@ class LiveBytes(TorchDispatchMode):
         if func in INDEXING and args[1][0] is not None and args[1][0].dtype == torch.bool:
             where = torch.zeros(self.tokens, dtype=torch.long)  # the generated positions [1, L]
             args = (args[0], [where] * args[1][0].dim(), *args[2:])
-        if func is aten.repeat_interleave.Tensor:  # a number a layer -> a number an owned row
-            kwargs = {"output_size": self.rows}
+        if func is aten.repeat_interleave.Tensor:  # a number an answer -> a number a token
+            kwargs = {"output_size": self.tokens}
         out = func(*args, **(kwargs or {}))
         for tensor in tree_iter(out):
             if isinstance(tensor, FakeTensor):
@@ -5433,137 +4181,60 @@ class LiveBytes(TorchDispatchMode):
         return out
 
 
-def simulate(shape, world_size, method="logra", T=4096, rank=256):
-    """{phase: peak GiB per rank} of a training step with two micro-batches of T tokens."""
-    dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
-    mesh = init_device_mesh("cpu", (world_size,))  # looks at values, so not on fake tensors
-    tracker = LiveBytes(T - 1)
-    adam = sys.modules["torch.optim.adam"]  # whose step is foreach on a GPU
-    try:
-        with (
-            FakeTensorMode(allow_non_fake_inputs=True),
-            mock.patch.object(torch.UntypedStorage, "resize_", lambda s, n: tracker.resize_(s, n)),
-            mock.patch.object(transformers.masking_utils, "is_tracing", lambda *_: False),
-            mock.patch.object(adam, "_default_to_fused_or_foreach", lambda *_, **__: (False, True)),
-            mock.patch.object(logra, "in_step", lambda batches: [(b, True) for b in batches]),
-            mock.patch.object(logra, "check_same", lambda *_: None),
-            mock.patch.object(logra, "init_device_mesh", lambda *_: mesh),
-            mock.patch.object(torch.Tensor, "tolist", lambda t: [1.0] * t.numel()),
-            tracker,
-        ):
-            config = transformers.Qwen2Config(**shape, max_position_embeddings=2 * T)
-            model = transformers.Qwen2ForCausalLM(config).eval()
-            tracker.enter("load")
-            train.checkpoint_layers(model)
-            logra.shard_model(model, torch.bfloat16, torch.bfloat16)
-            sketches, layers = None, logra.find_targets(model)
-            if method == "logra":
-                sketches = logra.attach_sketches(model, rank)
-                optimizer = logra.LoGRA(sketches)
-                tracker.rows = sum(sketches.sizes)
-            else:
-                logra.freeze_all_but(model, layers)
-                controls = {"adamw": train.DenseAdamW, "lora": train.LoRA}
-                optimizer = controls[method](layers, *[rank] * (method == "lora"))
-                tracker.enter("first")
-                for parameter in optimizer.param_groups[0]["params"]:
-                    parameter.grad = torch.zeros_like(parameter)
-                optimizer.step()  # the moments exist, as from the second update on
-            sample = logra.Sample([0], [0] * (T - 1), [0.0] * (T - 1), True, advantage=1.0)
-            other = type(sample)(**vars(sample))
-            for s in (sample, other):
-                run_backward(tracker, model, s)
-            tracker.enter("propose")
-            optimizer.propose(2 * T)
-            tracker.enter("probe")
-            with logra.compute_dtype(model.device, "bfloat16"):
-                _, before = logra.predict_kl(model, sketches, [sample, other])
-            tracker.enter("step")
-            factors = optimizer.step(1.0)
-            tracker.enter("realised")
-            with logra.compute_dtype(model.device, "bfloat16"):
-                logra.realised_kl(model, [sample, other], before)
-            del factors
-            del tracker.peaks["host"]
-            tracker.peaks.pop("first", None)
-            return {phase: peak / 2**30 for phase, peak in tracker.peaks.items()}
-    finally:
-        dist.destroy_process_group()
-
-
-def run_backward(tracker, model, sample):
-    """logra.backward of one sample, with the phase told at each of its three parts."""
-    tokens, back = logra.token_logprobs, torch.Tensor.backward
-
-    def head(*args, **kwargs):
-        tracker.enter("head")
-        return tokens(*args, **kwargs)
-
-    def backward(tensor, *args, **kwargs):
-        tracker.enter("head" if tensor.dim() == 0 else "backward")
-        return back(tensor, *args, **kwargs)
-
-    config = settings(micro_batch=1, dtype="bfloat16")
-    tracker.enter("forward")
+def simulate(shape, method, T=4096, r=256):
+    """{phase: peak GiB of one of 4 ranks} in an update of two micro-batches of T tokens."""
+    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+    mesh = init_device_mesh("cpu", (4,))  # looks at values, so not on fake tensors
+    tracker, samples = LiveBytes(T - 1), answers([T - 1] * 2, prompt=(1, 1))
     with (
-        mock.patch.object(logra, "token_logprobs", head),
-        mock.patch.object(torch.Tensor, "backward", backward),
+        FakeTensorMode(allow_non_fake_inputs=True),
+        mock.patch.object(torch.UntypedStorage, "resize_", lambda s, n: tracker.resize_(s, n)),
+        mock.patch.object(transformers.masking_utils, "is_tracing", lambda *_: False),
+        # Adam is foreach on a GPU
+        mock.patch("torch.optim.adam._default_to_fused_or_foreach", lambda *_, **__: (False, True)),
+        mock.patch.object(logra, "in_step", lambda batches: [(b, True) for b in batches]),
+        mock.patch.object(logra, "check_same", lambda *_: None),
+        mock.patch.object(logra, "together", contextlib.nullcontext),
+        mock.patch.object(logra, "init_device_mesh", lambda *_: mesh),
+        mock.patch.object(torch.Tensor, "tolist", lambda t: [1.0] * t.numel()),
+        tracker,
     ):
-        logra.backward(model, [sample], config, first=True)
-
-
-def qwen2_shape(*numbers, tied=False, head_dim=None):
-    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-    names += ("num_key_value_heads", "vocab_size")
-    shape = dict(zip(names, numbers, strict=True)) | {"tie_word_embeddings": tied}
-    return shape | ({"head_dim": head_dim} if head_dim else {})
-
-
-SHAPES = {
-    "1.5B": qwen2_shape(1536, 8960, 28, 12, 2, 151936, tied=True),
-    "7B": qwen2_shape(3584, 18944, 28, 28, 4, 152064),
-    "short": qwen2_shape(3584, 18944, 6, 28, 4, 152064),  # for the controls, in seconds
-    "27B": qwen2_shape(5120, 17408, 64, 80, 8, 248320, head_dim=128),  # minutes: by hand
-}
-
-
-@functools.cache
-def simulations():
-    """{(shape, method): what simulate says of 4 ranks}, a process each, two at a time."""
-
-    def run(name, method):
-        argv = [sys.executable, __file__, "simulate", name, "4", method]
-        done = subprocess.run(argv, stdout=subprocess.PIPE, text=True, check=True, timeout=300)
-        return json.loads(done.stdout.splitlines()[-1])
-
-    cases = [("7B", "logra"), ("1.5B", "logra"), ("short", "adamw"), ("short", "lora")]
-    pool = ThreadPoolExecutor(2)
-    return {case: pool.submit(run, *case) for case in cases}
-
-
-def simulated(name, method):
-    """Peak GiB of each phase, by the simulation."""
-    return simulations()[name, method].result()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name, goal", [("1.5B", 3.6), ("7B", 11.2)])
-def test_simulated_peak_of_a_step(name, goal):
-    """GiB per rank on 4 ranks, 4096 tokens, rank 256, the KL probe included."""
-    peaks = simulated(name, "logra")
-    print(f"\n{name}: " + ", ".join(f"{phase} {gib:.2f}" for phase, gib in peaks.items()))
-    assert peaks["load"] > 1  # the shards themselves
-    assert max(peaks.values()) <= goal
-
-
-# ------------------------------------------------------------------------------------------------
-# The estimate of --estimate-memory
-# ------------------------------------------------------------------------------------------------
+        model = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**SHAPES[shape])).eval()
+        tracker.enter("load")
+        train.checkpoint_layers(model)
+        logra.shard_model(model, torch.bfloat16, torch.bfloat16)
+        sketches, layers = None, logra.find_targets(model)
+        if method == "logra":
+            sketches = logra.attach_sketches(model, r)
+            optimizer = logra.LoGRA(sketches)
+        else:
+            logra.freeze_all_but(model, layers)
+            optimizer = train.LoRA(layers, r) if method == "lora" else train.DenseAdamW(layers)
+            tracker.enter("first step")  # its peak is of DTensor's first look at whole shapes
+            for parameter in optimizer.param_groups[0]["params"]:
+                parameter.grad = torch.zeros_like(parameter)
+            optimizer.step()  # the moments exist, as from the second update on
+        config = settings(micro_batch=1, dtype="bfloat16")
+        compute = logra.compute_dtype(model.device, config.dtype)
+        tracker.enter("backward")
+        logra.backward(model, samples, logra.grpo_objective, config, first=True)
+        optimizer.propose(2 * T)
+        tracker.enter("probe")
+        with compute:
+            _, before = logra.predict_kl(model, sketches, samples[:1])
+        tracker.enter("step")
+        factors = optimizer.step(1.0)
+        tracker.enter("realised KL")
+        with compute:
+            logra.realised_kl(model, samples[:1], before)
+        del factors  # held until here
+    phases = ("load", "backward", "probe", "step", "realised KL")
+    return {phase: tracker.peaks[phase] / 2**30 for phase in phases}
 
 
 def estimated(shape, tmp_path, capsys, flags):
-    """The JSON that --estimate-memory prints of a Qwen2 shape."""
-    transformers.Qwen2Config(**shape).to_json_file(tmp_path / "shape.json")
+    """The JSON that --estimate-memory prints of a shape."""
+    transformers.Qwen2Config(**SHAPES[shape]).to_json_file(tmp_path / "shape.json")
     argv = ["--estimate-memory", "--model", str(tmp_path / "shape.json"), "--micro-batch", "1"]
     assert train.main([*argv, *flags.split()]) == 0
     return json.loads(capsys.readouterr().out.splitlines()[-1])
@@ -5574,89 +4245,52 @@ def test_estimate_needs_a_config_alone_and_a_second(tmp_path, capsys, monkeypatc
     """At 27B shape, where what stays between updates and what is sent follow from the shapes."""
     monkeypatch.chdir(tmp_path)  # where runs/ would be
     start = time.process_time()
-    flags = f"--world-size {ranks} --max-length 4096"
-    result = estimated(SHAPES["27B"], tmp_path, capsys, flags)
+    result = estimated("27B", tmp_path, capsys, f"--world-size {ranks} --max-length 4096")
     assert time.process_time() - start < 1
     assert [p.name for p in tmp_path.iterdir()] == ["shape.json"]
     q, kv, hidden, inner = 80 * 128, 8 * 128, 5120, 17408
-    d_outs = [q, kv, kv, hidden, inner, inner, hidden]  # q k v o gate up down
-    d_ins = [hidden, hidden, hidden, q, hidden, hidden, inner]
-    weights = 64 * sum(o * i for o, i in zip(d_outs, d_ins, strict=True))
-    frozen = 2 * 2 * 248320 * hidden + 4 * (64 * (2 * hidden + q + 2 * kv) + hidden)  # biases too
-    more = {
-        "adamw": 8 * weights / ranks,
-        "lora": 3 * 4 * 64 * 256 * (sum(d_outs) + sum(d_ins)),
-        "logra": 64 * sum(d_outs) * 257 * 4 / ranks + 256 * (hidden + q + inner) * 4,
-    }
-    for method, figures in result.pop("methods").items():
-        resident = ((4 * weights + frozen) / ranks + more[method]) / 2**30
-        assert figures["resident_gib"] == pytest.approx(resident, rel=1e-6)
-        assert resident < figures["peak_gib"] <= (goal if method == "logra" else 120)
-    sent = {"factors": 64 * sum(d_outs) * 256 * 2, "full": weights * 4}
-    settings = {"world_size": ranks, "max_length": 4096, "rank": 256}
-    assert result == {**settings, "sync_bytes": sent}
+    d_out = [q, kv, kv, hidden, inner, inner, hidden]  # q k v o gate up down
+    d_in = [hidden, hidden, hidden, q, hidden, hidden, inner]
+    weights = 64 * sum(map(operator.mul, d_out, d_in))
+    norms_and_biases = 64 * (2 * hidden + q + 2 * kv) + hidden
+    sharded = 4 * (weights + norms_and_biases) + 2 * 2 * 248320 * hidden  # embedding, head: 2 bytes
+    sharded += 4 * 64 * sum(d_out) * 257  # S and v
+    gib = result.pop("methods")["logra"]
+    resident = (sharded / ranks + 4 * 256 * (hidden + q + inner)) / 2**30
+    assert gib["resident"] == pytest.approx(resident, rel=1e-6)
+    assert resident < gib["peak"] <= goal
+    sent = {"factors": 64 * sum(d_out) * 256 * 2, "full": weights * 4}
+    assert result == {"world_size": ranks, "max_length": 4096, "rank": 256, "sync_bytes": sent}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name, method",
-    [("1.5B", "logra"), ("7B", "logra"), ("short", "adamw"), ("short", "lora")],
-)
-def test_estimate_is_the_simulated_peak(tmp_path, capsys, name, method):
-    """Within 3% on 4 ranks, and the phase that binds is one that the simulation has at its peak."""
-    peaks = simulated(name, method)
-    flags = "--world-size 4 --max-length 4096 --rank 256"
-    figures = estimated(SHAPES[name], tmp_path, capsys, flags)["methods"][method]
-    print(f"\n{name} {method}: {figures}, simulated {max(peaks.values()):.3f}")
-    assert figures["peak_gib"] == pytest.approx(max(peaks.values()), rel=0.03)
-    assert peaks[figures["binds"].split()[0]] >= 0.98 * max(peaks.values())
-
-
-def memory_of_an_update():
-    """GiB of resident memory at the peak of an update of a 370 M model, float32, one rank, above
-    what the interpreter has after an update of a tiny one; runs in its own process."""
-
-    def update(model):
-        train.checkpoint_layers(model)
-        sketches = logra.attach_sketches(model, 256)
-        optimizer = logra.LoGRA(sketches)
-        sample = logra.Sample([0], [0] * 127, [0.0] * 127, True, advantage=1.0)
-        logra.backward(model, [sample], settings(micro_batch=1, dtype="float32"), first=True)
-        optimizer.propose(127)
-        _, hidden = logra.predict_kl(model, sketches, [sample])
-        factors = optimizer.step(1e-3)
-        logra.realised_kl(model, [sample], hidden)
-        del factors
-
-    update(tiny_qwen2())  # for what is imported and loaded on the way
-    with open("/proc/self/statm") as statm:
-        before = int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**30
-    with mock.patch.object(transformers.PreTrainedModel, "_init_weights", lambda *_: None):
-        model = qwen2_of_size(24, 1024, 3584, 16, 4, 32_000)
-    for parameter in model.parameters():
-        parameter.data.fill_(0.01)  # memory does not depend on values
-    train.peak_gib()  # a peak while loading is no part of it
-    update(model)
-    return train.peak_gib() - before
+def test_estimate_is_the_simulated_peak(tmp_path, capsys):
+    """Within 5% on 4 ranks, and it names a phase that the simulation has at its peak."""
+    cases = [("7B", "logra"), ("1.5B", "logra"), ("short", "adamw"), ("short", "lora")]
+    for case, peaks in zip(cases, elsewhere(*(f"simulate{case}" for case in cases)), strict=True):
+        flags = "--world-size 4 --max-length 4096 --probe-responses 1"
+        gib = estimated(case[0], tmp_path, capsys, flags)["methods"][case[1]]
+        print(f"\n{case}: estimated {gib['peak']:.3f}, simulated {peaks}")
+        assert gib["peak"] == pytest.approx(max(peaks.values()), rel=0.05)
+        phase = gib["phase of the peak"].replace("head", "backward")
+        assert peaks[phase] >= 0.98 * max(peaks.values())
 
 
 @pytest.mark.slow
-def test_estimate_is_the_measured_peak_of_an_update(tmp_path, capsys):
-    """Within 5%, where the C library gives freed memory back at once."""
-    run = subprocess.run(
-        [sys.executable, "-c", "import test_logra as t; print(t.memory_of_an_update())"],
-        cwd=HERE,
-        env=os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"},
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    )
-    measured = float(run.stdout.split()[-1])
-    shape = qwen2_shape(1024, 3584, 24, 16, 4, 32_000, tied=True)
-    flags = "--max-length 128 --rank 256 --dtype float32 --probe-responses 1"
-    figures = estimated(shape, tmp_path, capsys, flags)["methods"]["logra"]
-    print(f"\n370 M: {figures}, measured {measured:.3f}")
-    assert figures["peak_gib"] == pytest.approx(measured, rel=0.05)
+def test_estimate_is_the_measured_peak_of_a_step(tmp_path, capsys):
+    """Within 5% on one rank without checkpointing; and above the model LoGRA needs at most .35 of
+    what AdamW needs."""
+    cases = {"adamw": ("adamw_foreach", None), "logra": ("row_adam", 256)}
+    calls = [f"peak_above_model{(*case, 512, '370M')}" for case in cases.values()]
+    measured = dict(zip(cases, elsewhere(*calls), strict=True))
+    flags = "--max-length 512 --dtype float32 --no-checkpointing --probe-responses 1"
+    estimates = estimated("370M", tmp_path, capsys, flags)["methods"]
+    print(f"\n370M: above the model {measured}, estimated {estimates}")
+    for method, above in measured.items():
+        gib = estimates[method]
+        model = gib["layers, float32"] + gib["embedding and head"]
+        assert gib["peak"] == pytest.approx(model + above, rel=0.05)
+    assert measured["logra"] <= 0.35 * measured["adamw"]
 
 
 if __name__ == "__main__":  # one of torchrun's ranks
@@ -5664,9 +4298,6 @@ if __name__ == "__main__":  # one of torchrun's ranks
 
     faulthandler.dump_traceback_later(150, exit=True)  # it never hangs
     mode, out, *argv = sys.argv[1:]
-    if mode == "simulate":
-        print(json.dumps(simulate(SHAPES[out], int(argv[0]), *argv[1:])))
-        sys.exit()
     if mode == "bad":  # rank 0 is late, as it may be on a busy machine
         rank = int(os.environ["RANK"])
         time.sleep(2 if rank == 0 else 0)
